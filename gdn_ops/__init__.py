@@ -1,0 +1,1 @@
+from gdn_ops import _native  # noqa: F401
