@@ -1,9 +1,10 @@
 // Torch glue of the CUDA backend: check, allocate, launch on the current stream.
 //
 // An op that is not registered here has no CUDA kernel; the dispatcher refuses it by name.
-#include <ATen/cuda/CUDAContext.h>
-#include <c10/cuda/CUDAException.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
 #include <torch/library.h>
 
 #include "../checks.h"
@@ -18,7 +19,7 @@ void launched(const char* op, cudaError_t error) {
   TORCH_CHECK(error == cudaSuccess, op, ": CUDA launch failed: ", cudaGetErrorString(error));
 }
 
-cudaStream_t stream() { return at::cuda::getCurrentCUDAStream().stream(); }
+cudaStream_t stream() { return c10::cuda::getCurrentCUDAStream().stream(); }
 
 Tensor run_recurrent(const char* op, const Tensor& q, const Tensor& k, const Tensor& v,
                      const GateTensors& gates, Tensor& state, const SeqTensors& seq,
