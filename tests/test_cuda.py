@@ -29,7 +29,9 @@ def close(name, got, want, dtype, factor=1.0):
 
 def inputs(B, T, H, HV, K, V, dtype=torch.float32, seed=0):
     r = torch.Generator().manual_seed(seed)
-    q, k = (torch.randn(B, T, H, K, generator=r).to(dtype) for _ in range(2))
+    q, k = (torch.randn(B, T, H, K, generator=r) for _ in range(2))
+    # Keys of unit length, as the model's: longer ones make the recurrence grow without bound.
+    q, k = ((x / x.norm(dim=-1, keepdim=True)).to(dtype) for x in (q, k))
     v = torch.randn(B, T, HV, V, generator=r).to(dtype)
     g = -torch.rand(B, T, HV, generator=r)
     beta = torch.rand(B, T, HV, generator=r)
