@@ -304,7 +304,7 @@ def test_short_conv_speculative():
     assert torch.equal(device.cpu(), want_state.float())
 
 
-@pytest.mark.parametrize("dtype,gate,weight", itertools.product(DTYPES, DTYPES, [0, 1]))
+@pytest.mark.parametrize("dtype,gate,weight", list(itertools.product(DTYPES, DTYPES, [0, 1])))
 @pytest.mark.parametrize("V", [128, 256, 100])
 def test_gated_rms_norm(V, dtype, gate, weight):
     r = torch.Generator().manual_seed(8)

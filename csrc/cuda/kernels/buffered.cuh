@@ -13,16 +13,16 @@
 namespace gdn {
 namespace cuda {
 
-// Workspace of a call: [N] plans, then f32 [N, H, tokens, 4 + 2 R] with {1/|k|, 1/|q|, k.q, unused}
+// Workspace of a call: [N] plans, then f32 [N, H, tokens, record] with {1/|k|, 1/|q|, k.q, unused}
 // and, for each entry before the token, {k_i.k, k_i.q}, all of normalised vectors.
 struct WindowWorkspace {
   WindowPlan* plans = nullptr;
   float* data = nullptr;
   int tokens = 1;  // most tokens of a sequence
   int R = 0;
-  __host__ __device__ int64_t record() const { return 4 + 2 * static_cast<int64_t>(R); }
+  __host__ __device__ int record() const { return 4 + (2 * R + 3) / 4 * 4; }
   __device__ __forceinline__ float* at(int64_t n, int H, int h, int t) const {
-    return data + ((n * H + h) * tokens + t) * record();
+    return data + ((n * H + h) * tokens + t) * static_cast<int64_t>(record());
   }
 };
 
@@ -73,18 +73,21 @@ __global__ void __launch_bounds__(128)
           dq = __fmaf_rn(y, to_float(qt[c * a.q.sd]), dq);
         }
       } else {
+        // An entry of this call, as the window will store it: cutting the call changes nothing.
         const AT* const key = pk + (i - slot) * a.k.st;
-        float yy = 0.f;
+        float ry = 1.f;
+        if (a.l2norm) {
+          float yy = 0.f;
+          for (int c = lane; c < K; c += 32) {
+            const float y = to_float(key[c * a.k.sd]);
+            yy = __fmaf_rn(y, y, yy);
+          }
+          ry = rsqrtf(lane_sum(yy) + kL2Eps);
+        }
         for (int c = lane; c < K; c += 32) {
-          const float y = to_float(key[c * a.k.sd]);
-          yy = __fmaf_rn(y, y, yy);
+          const float y = round_as(w.k_dtype, to_float(key[c * a.k.sd]) * ry);
           dk = __fmaf_rn(y, to_float(kt[c * a.k.sd]), dk);
           dq = __fmaf_rn(y, to_float(qt[c * a.q.sd]), dq);
-        }
-        if (a.l2norm) {
-          const float ry = rsqrtf(lane_sum(yy) + kL2Eps);
-          dk *= ry;
-          dq *= ry;
         }
       }
       dk = lane_sum(dk) * rk;
@@ -257,7 +260,7 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS)
 #pragma unroll
       for (int j = 0; j < VPL; j++) Vec<ST>::unpack(raw[r][j], &f[r][j * E]);
 #pragma unroll
-      for (int c = 0; c < C; c++) f[r][c] *= whole;
+      for (int c = 0; c < C; c++) f[r][c] = whole == 0.f ? 0.f : whole * f[r][c];
     }
     const int64_t key = plan.row * w.sk_p + h * w.sk_h;
     RawVec<float, E> next[VPL];
@@ -301,8 +304,7 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS)
     window.clear();
     __syncwarp();
   }
-  // A fresh row is written too: the next call reads the base from memory.
-  if (plan.fold || plan.fresh) {
+  if (plan.fold) {
 #pragma unroll
     for (int r = 0; r < NL; r++) {
       const int row = row0 + r * G + group;
@@ -312,6 +314,8 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS)
       }
     }
   }
+  // A fresh sequence has no base; its first entry says so in the window (append_window).
+  if (plan.fresh) window.base = -INFINITY;
 
   for (int t = 0; t < T; t++) {
     float k[C], q[C];
@@ -372,8 +376,10 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS)
     }
     p += __shfl_xor_sync(kFullMask, p, LPR / 2);
     o += __shfl_xor_sync(kFullMask, o, LPR / 2);
-    p = __fmaf_rn(decay * norm.x, upper ? other : total, p);
-    o = __fmaf_rn(decay * norm.y, upper ? total : other, o);
+    if (decay != 0.f) {  // a base of weight zero is skipped, whatever it holds
+      p = __fmaf_rn(decay * norm.x, upper ? other : total, p);
+      o = __fmaf_rn(decay * norm.y, upper ? total : other, o);
+    }
     const float u = beta * (v - p);
     o = a.scale * __fmaf_rn(norm.z, u, o);
     if (writer) {
@@ -402,7 +408,10 @@ __global__ void __launch_bounds__(256)
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, warps = blockDim.x >> 5;
   const int slot = plan.slot(), K = static_cast<int>(a.K), H = static_cast<int>(a.H);
   const int64_t b = a.seqs.cu_seqlens.ptr ? 0 : n;
-  if (threadIdx.x == 0) w.fill[plan.row * w.s_fill] = slot + plan.tokens;
+  if (threadIdx.x == 0) {
+    const int drafts = plan.tokens > 0 ? plan.tokens - 1 : 0;
+    w.fill[plan.row * w.s_fill] = pack_fill({slot + plan.tokens, drafts, 0});
+  }
   for (int i = warp; i < plan.tokens * H; i += warps) {
     const int t = i / H, h = i - t * H;
     const AT* const pk = static_cast<const AT*>(a.k.ptr) + offset_of(a.k, b, plan.start + t, h);
@@ -417,7 +426,8 @@ __global__ void __launch_bounds__(256)
     const int t = i / HV, hv = i - t * HV;
     float g, beta;
     compute_gates(a.gates, load_gates(a.gates, b, plan.start + t, hv), &g, &beta);
-    w.g[plan.row * w.sg_p + hv * w.sg_h + (slot + t) * w.sg_r] = g;
+    w.g[plan.row * w.sg_p + hv * w.sg_h + (slot + t) * w.sg_r] =
+        plan.fresh && t == 0 ? -INFINITY : g;
   }
 }
 

@@ -16,11 +16,11 @@ struct alignas(16) WindowPlan {
   int tokens;     // of this call
   int pending;    // entries that hold before it, after dropping what was rejected
   int fold;       // they go into the base first
-  int fresh;      // no base yet
+  int fresh;      // starts from zero: no entries, and the base is not read
   __device__ __forceinline__ int slot() const { return fold ? 0 : pending; }
 };
 
-// The newest `tokens - num_accepted` entries of the last call were rejected.
+// Drops what the caller rejected of the last call (docs/windows.md).
 __device__ __forceinline__ WindowPlan plan_window(const RecurrentArgs& a, int64_t n, bool flush) {
   WindowPlan p;
   const Sequence s = device_sequence(a.seqs, n, 0);
@@ -36,14 +36,10 @@ __device__ __forceinline__ WindowPlan plan_window(const RecurrentArgs& a, int64_
     return p;
   }
   if (s.fresh) return p;
-  int fill = a.window.fill[p.row * a.window.s_fill];
-  fill = fill < 0 ? 0 : fill > R ? R : fill;
-  if (a.seqs.num_accepted.ptr) {
-    const int64_t rejected = p.tokens - s.accepted;
-    if (rejected > 0) fill = rejected >= fill ? 0 : fill - static_cast<int>(rejected);
-  }
-  p.pending = fill;
-  p.fold = flush ? fill > 0 : fill + p.tokens > R;
+  const int32_t packed = a.window.fill[p.row * a.window.s_fill];
+  const int fill = kept_entries(packed, a.seqs.num_accepted.ptr ? s.accepted : -1).fill;
+  p.pending = fill > R ? R : fill;
+  p.fold = p.pending > 0 && (flush || p.pending + p.tokens > R);
   return p;
 }
 
