@@ -1,4 +1,4 @@
-"""Timing on a CUDA device, shared by the CUDA benchmarks: graph replays, medians, copy bandwidth."""
+"""Timing on a CUDA device: graph replays, medians, copy bandwidth."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from functools import partial
 
 import torch
 from cuda_timing import copy_bandwidth, graph_time, relative_error
@@ -243,51 +244,44 @@ def buffered_table(table, bandwidth):
                 torch.cuda.empty_cache()
 
 
-def layer_table(table, bandwidth):
-    """The fused decode step, the convolution, the norm."""
-    for B, H, HV in ((256, 16, 48), (1, 16, 48)):
-        C = 2 * H * K + HV * V
-        c = Case(B, H, HV, torch.float32)
-        P = c.pool.shape[0]
-        conv = torch.randn(P, 3, C, device="cuda").bfloat16().transpose(1, 2)
-        x = torch.randn(B, 1, C + HV * V + 2 * HV, device="cuda").bfloat16()
-        weight = (torch.randn(C, 4, device="cuda") / 2).bfloat16()
-        A_log, dt_bias = torch.rand(HV, device="cuda"), torch.rand(HV, device="cuda")
-        norm = torch.rand(V, device="cuda").bfloat16()
-        n = min(B, CHECKED)
-        index = c.rows[0]
-        rows_ = index[:n].long()
-        want, _, want_s = reference.decode(
-            x[:n].cpu(), weight.cpu(), None, A_log.cpu(), dt_bias.cpu(), norm.cpu(),
-            conv[rows_].cpu(), c.pool[rows_].cpu(), H, K,
-        )  # fmt: skip
-        y = ops.decode(x, weight, None, A_log, dt_bias, norm, conv, c.pool, H, K, index)
-        errors = (relative_error(y[:n], want), relative_error(c.pool[rows_], want_s))
-        if errors[0] > 1e-2 or errors[1] > 5e-3:
-            print(f"decode: out of tolerance {errors}")
-            continue
-        seconds, spread = graph_time([
-            lambda r=r: ops.decode(x, weight, None, A_log, dt_bias, norm, conv, c.pool, H, K, r)
-            for r in c.rows
-        ])  # fmt: skip
-        conv_bytes = B * C * 2 * 6 + weight.numel() * 2
-        floor = (2 * B * c.row_bytes + conv_bytes + 2 * (x.numel() + y.numel())) / bandwidth
-        report(table, "gdn_ops decode (fused layer step)", c, seconds, spread, floor, errors)
+def layer_table(table, bandwidth, B, H, HV):
+    """The fused decode step and the convolution of one layer."""
+    C = 2 * H * K + HV * V
+    c = Case(B, H, HV, torch.float32)
+    P = c.pool.shape[0]
+    conv = torch.randn(P, 3, C, device="cuda").bfloat16().transpose(1, 2)
+    x = torch.randn(B, 1, C + HV * V + 2 * HV, device="cuda").bfloat16()
+    weight = (torch.randn(C, 4, device="cuda") / 2).bfloat16()
+    A_log, dt_bias = torch.rand(HV, device="cuda"), torch.rand(HV, device="cuda")
+    norm = torch.rand(V, device="cuda").bfloat16()
+    n = min(B, CHECKED)
+    index = c.rows[0]
+    rows_ = index[:n].long()
+    want, _, want_s = reference.decode(
+        x[:n].cpu(), weight.cpu(), None, A_log.cpu(), dt_bias.cpu(), norm.cpu(),
+        conv[rows_].cpu(), c.pool[rows_].cpu(), H, K,
+    )  # fmt: skip
+    y = ops.decode(x, weight, None, A_log, dt_bias, norm, conv, c.pool, H, K, index)
+    errors = (relative_error(y[:n], want), relative_error(c.pool[rows_], want_s))
+    if errors[0] > 1e-2 or errors[1] > 5e-3:
+        print(f"decode: out of tolerance {errors}")
+        return
+    layer = (x, weight, None, A_log, dt_bias, norm, conv, c.pool, H, K)
+    seconds, spread = graph_time([partial(ops.decode, *layer, r) for r in c.rows])
+    conv_bytes = B * C * 2 * 6 + weight.numel() * 2
+    floor = (2 * B * c.row_bytes + conv_bytes + 2 * (x.numel() + y.numel())) / bandwidth
+    report(table, "gdn_ops decode (fused layer step)", c, seconds, spread, floor, errors)
 
-        mixed = x[..., :C].contiguous()
-        pools = [torch.randn(B, 3, C, device="cuda").bfloat16().transpose(1, 2) for _ in range(40)]
-        want, _ = reference.short_conv(
-            mixed[:n].cpu(), weight.cpu(), None, pools[0][:n].cpu(), activation="silu"
-        )
-        y = ops.short_conv(mixed, weight, None, pools[0])
-        error = relative_error(y[:n], want)
-        seconds, spread = graph_time(
-            [lambda p=p: ops.short_conv(mixed, weight, None, p) for p in pools]
-        )
-        report(table, "gdn_ops short_conv update", c, seconds, spread,
-               (conv_bytes + 4 * B * C) / bandwidth, (error, None))  # fmt: skip
-        del c
-        torch.cuda.empty_cache()
+    mixed = x[..., :C].contiguous()
+    pools = [torch.randn(B, 3, C, device="cuda").bfloat16().transpose(1, 2) for _ in range(40)]
+    want, _ = reference.short_conv(
+        mixed[:n].cpu(), weight.cpu(), None, pools[0][:n].cpu(), activation="silu"
+    )
+    y = ops.short_conv(mixed, weight, None, pools[0])
+    error = relative_error(y[:n], want)
+    seconds, spread = graph_time([partial(ops.short_conv, mixed, weight, None, p) for p in pools])
+    report(table, "gdn_ops short_conv update", c, seconds, spread,
+           (conv_bytes + 4 * B * C) / bandwidth, (error, None))  # fmt: skip
 
 
 def main() -> None:
@@ -304,7 +298,9 @@ def main() -> None:
     table: list[dict] = []
     decode_table(table, bandwidth, args.quick)
     buffered_table(table, bandwidth)
-    layer_table(table, bandwidth)
+    for shape in ((256, 16, 48), (1, 16, 48)):
+        layer_table(table, bandwidth, *shape)
+        torch.cuda.empty_cache()
     if args.json:
         with open(args.json, "w") as f:
             json.dump({"copy_GBps": bandwidth / 1e9, "rows": table}, f, indent=1)
