@@ -5,11 +5,11 @@
 64 layers (three Gated DeltaNet layers, then one of attention, sixteen times), hidden 5120, 16/48
 linear heads of 128, 24 query and 4 key heads of 256, intermediate 17408, vocabulary 248,320. The
 weights are random (made on the device), so the text means nothing and the work is the model's:
-every projection, norm, convolution, state update, attention over a full context, greedy sampling and
-the embedding of the next token. One step is captured in a CUDA graph; before it is timed, a captured
-step of the first eight layers is compared with the same step run eagerly (all layers would need every
-cache twice). 8-bit weights have one scale an output channel, activations one a token, multiplied by
-torch's own scaled product.
+every projection, norm, convolution, state update, attention over a full context, greedy sampling
+and the embedding of the next token. One step is captured in a CUDA graph; before it is timed, a
+captured step of the first eight layers is compared with the same step run eagerly (all layers would
+need every cache twice). 8-bit weights have one scale an output channel, activations one a token,
+multiplied by torch's own scaled product.
 """
 
 from __future__ import annotations

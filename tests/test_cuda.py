@@ -224,6 +224,40 @@ def test_buffered_16_bit(dtype, state_dtype):
         close(f"o {step}", o, want, torch.bfloat16, 2)
 
 
+@pytest.mark.parametrize("state_dtype,R", [(torch.float32, 8), (torch.bfloat16, 16),
+                                           (torch.float16, 5)])  # fmt: skip
+def test_buffered_large_batch(state_dtype, R):
+    """The streaming kernel: the same bits as a row alone, and recurrent's result."""
+    B, H, HV, P = 96, 4, 16, 100
+    dtype = torch.bfloat16
+    start = pool(P, HV, 128, 128, state_dtype).cuda()
+    index = torch.randperm(P, generator=torch.Generator().manual_seed(1))[:B]
+    index[5] = -1
+    index = index.cuda()
+    exact, many = start.clone().float(), start.clone()
+    one = start.clone()
+    k_dtype = torch.float32 if state_dtype == torch.float32 else dtype
+    win = window(P, H, HV, R, 128, 128, k_dtype, torch.float32)
+    win[3].copy_(torch.zeros(P, dtype=torch.int32))
+    win1 = [x.clone() for x in win]
+    for step in range(2 * R + 3):
+        args = gpu(*inputs(B, 1, H, HV, 128, 128, dtype, seed=step))
+        fresh = torch.ones(B, dtype=torch.bool, device="cuda")
+        fresh[step % B] = False
+        want = ops.recurrent(*args, exact, index, fresh, qk_l2norm=True)
+        o = ops.recurrent_buffered(*args, many, *win, index, fresh, qk_l2norm=True)
+        close(f"o {step}", o, want, dtype, 2)
+        assert (o[5] == 0).all()
+        alone = ops.recurrent_buffered(
+            *[x[7:8] for x in args], one, *win1, index[7:8], fresh[7:8], qk_l2norm=True
+        )
+        assert torch.equal(o[7:8], alone), step
+    row = index[7]
+    assert torch.equal(many[row], one[row])
+    ops.window_flush(many, *win)
+    close("state", many, exact, torch.bfloat16 if state_dtype != torch.float32 else state_dtype, 8)
+
+
 @pytest.mark.parametrize("T,R", [(4, 8), (4, 16), (3, 3)])
 def test_buffered_speculation(T, R):
     """Drafts are appended, the rejected ones dropped by the next call."""
