@@ -1,7 +1,8 @@
 """The Gated DeltaNet layer on the ops of this package: packed projection, prefill and decode.
 
-:class:`GatedDeltaNet` owns its parameters. :func:`mix` is the same layer between its two projections
-as a function of tensors; the classes of :mod:`gdn_ops.hf` call it on the parameters of transformers.
+:class:`GatedDeltaNet` owns its parameters. :func:`mix` is the same layer between its two
+projections as a function of tensors; the classes of :mod:`gdn_ops.hf` call it on the parameters of
+transformers.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 __all__ = ["STATE_MODES", "GatedDeltaNet", "Heads", "Mixer", "States", "mix", "mix_functional"]
 
@@ -58,8 +58,8 @@ def missing(state_mode: str, device_type: str) -> str | None:
     absent = [op for op in _NEEDS[state_mode] if device_type not in _KERNELS[op]]
     if absent:
         return (
-            f"state_mode {state_mode!r} needs gdn::{', gdn::'.join(absent)} on {device_type}, which "
-            "this build does not have"
+            f"state_mode {state_mode!r} needs gdn::{', gdn::'.join(absent)} on {device_type}, "
+            "which this build does not have"
         )
     return None
 
@@ -227,7 +227,7 @@ def mix(
         qkv, a, b, mixer.conv_weight, mixer.conv_bias, mixer.A_log, mixer.dt_bias, states.conv,
         h.num_k_heads, h.head_k_dim, *sequences, False, mixer.activation,
     )  # fmt: skip
-    # The l2norm is left to the rule, which takes it in float32: here q and k would be rounded again.
+    # The l2norm is left to the rule, which takes it in float32: here q and k would round again.
     if state_mode == "lowrank":
         o = _ops.chunk_lowrank.default(
             q, k, v, g, beta, *states.window, state_indices, has_initial_state, cu_seqlens, None,
@@ -329,7 +329,8 @@ class GatedDeltaNet(nn.Module):
         super().__init__()
         if num_v_heads % num_k_heads:
             raise ValueError(
-                f"num_v_heads: expected a multiple of num_k_heads = {num_k_heads}, got {num_v_heads}"
+                f"num_v_heads: expected a multiple of num_k_heads = {num_k_heads}, "
+                f"got {num_v_heads}"
             )
         if state_mode not in STATE_MODES:
             raise ValueError(f"state_mode: expected one of {STATE_MODES}, got {state_mode!r}")

@@ -22,8 +22,8 @@ def check_version() -> None:
     found = Version(transformers.__version__)
     if found < Version(OLDEST):
         raise ImportError(
-            f"gdn_ops.hf: expected transformers >= {OLDEST}, got {transformers.__version__}. Install "
-            'it with: pip install "transformers>=' + OLDEST + '"'
+            f"gdn_ops.hf: expected transformers >= {OLDEST}, got {transformers.__version__}. "
+            f"Install it with: pip install 'transformers>={OLDEST}'"
         )
     if (found.major, found.minor) > (Version(TESTED[-1]).major, Version(TESTED[-1]).minor):
         warnings.warn(
@@ -40,6 +40,6 @@ def cache_argument(layer_class: type) -> str:
         if name in names:
             return name
     raise ImportError(
-        f"gdn_ops.hf: {layer_class.__name__}.forward of transformers {transformers.__version__} takes "
-        f"no cache; its parameters are {', '.join(names)}"
+        f"gdn_ops.hf: {layer_class.__name__}.forward of transformers {transformers.__version__} "
+        f"takes no cache; its parameters are {', '.join(names)}"
     )

@@ -72,7 +72,7 @@ class PatchedGatedDeltaNet:
     # --- the packed projection
 
     def gdn_rows(self) -> Tensor | None:
-        """Rows of the concatenated projections in packed order; None where the order is the same."""
+        """Rows of the concatenated projections in packed order; None: as they are."""
         return None
 
     def gdn_setup(self) -> None:
@@ -208,7 +208,7 @@ class PatchedGatedDeltaNet:
         attention_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """As the layer of transformers: ``[B, T, hidden]`` to the same, states of ``cache`` in place.
+        """As in transformers: ``[B, T, hidden]`` to the same shape, ``cache`` updated in place.
 
         ``cu_seq_lens_q`` (packed documents, B = 1) keeps convolution and state apart at each
         boundary; a cache then continues the last document.

@@ -52,7 +52,7 @@ def patch(model: nn.Module, *, state_mode: str = "full", window: int = 16) -> nn
 def unpatch(model: nn.Module) -> nn.Module:
     """Give the layers of ``model`` their own classes back and drop the packed buffers. Returns it.
 
-    Patched layers that ``register_transformers`` made are switched to the class of transformers too.
+    Layers that ``register_transformers`` made go back to the class of transformers too.
     """
     for module in model.modules():
         if isinstance(module, PatchedGatedDeltaNet):
