@@ -208,8 +208,8 @@ def label(case: dict[str, Any]) -> str:
 def scaled_error(actual: Tensor, expected: Tensor, rtol: float, atol: float) -> float:
     """Largest ``|actual - expected| / (rtol * |expected| + atol * rms(expected))``.
 
-    The absolute part follows the size of the tensor, so a small one is not waved through. NaN counts
-    as infinite.
+    The absolute part follows the size of the tensor, so a small one is not waved through. NaN
+    counts as infinite.
     """
     if not expected.numel():
         return 0.0
@@ -222,8 +222,9 @@ def scaled_error(actual: Tensor, expected: Tensor, rtol: float, atol: float) -> 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 SHORT = {dtype: name for name, dtype in DTYPES.items()}
 
-# (rtol, atol) of a value that was computed in float32 and stored in each dtype: a rounding or two of
-# the stored value (half a unit is 2**-9 in bfloat16, 2**-12 in float16), and float32 sums behind it.
+# (rtol, atol) of a value that was computed in float32 and stored in each dtype: a rounding or two
+# of the stored value (half a unit is 2**-9 in bfloat16, 2**-12 in float16), and float32 sums behind
+# it.
 TOLERANCE = {
     torch.float32: (5e-6, 5e-6),
     torch.bfloat16: (2**-7, 2**-8),

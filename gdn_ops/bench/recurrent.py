@@ -153,10 +153,8 @@ def transformers_peer(inputs: Inputs, pools: list[Tensor], compiled: bool) -> Ca
     fallback = modeling.torch_recurrent_gated_delta_rule
     fallback = getattr(fallback, "__wrapped__", fallback)
     x = inputs
-    repeat = x.v.shape[2] // x.q.shape[2]
 
     def step(q, k, v, g, beta, S):
-        q, k = q.repeat_interleave(repeat, 2), k.repeat_interleave(repeat, 2)
         return fallback(
             q, k, v, g=g, beta=beta, initial_state=S, output_final_state=True,
             use_qk_l2norm_in_kernel=True,
