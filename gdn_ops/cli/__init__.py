@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-COMMANDS = ("doctor", "verify", "bench")
+COMMANDS = ("demo", "doctor", "verify", "bench")
 EPILOG = """examples:
   gdn-ops demo                          a tiny Qwen3.5 model decodes with our ops and without
   gdn-ops doctor --json -               what was built, what is active, what is missing, as JSON
