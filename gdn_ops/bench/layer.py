@@ -6,6 +6,8 @@ counts the weights, both states read and written, and the hidden states in and o
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor
 
@@ -39,11 +41,12 @@ def case_rows(
 
     layers = Layers.build(HIDDEN, heads, batch, dtype, options.seed)
     own = {"gdn_ops": layers.ours, "transformers": layers.plain}
-    one = layers.cache(layers.ours).layers[0]
+    filled = {name: layers.cache(layer) for name, layer in own.items()}
+    one = filled["gdn_ops"].layers[0]
     state_bytes = _bytes(one.recurrent_states[0])
     caches = {
-        name: buffers(state_bytes, lambda _, layer=layer: layers.cache(layer), hot)
-        for name, layer in own.items()
+        name: buffers(state_bytes, lambda _, cache=cache: copy.deepcopy(cache), hot)
+        for name, cache in filled.items()
     }
     # Memory as it lies there, whichever way the cache's strides go.
     pools = [c.layers[0].recurrent_states[0].transpose(-1, -2) for c in caches["gdn_ops"]]
