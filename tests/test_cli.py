@@ -186,7 +186,7 @@ def test_families_are_found_by_name():
     assert {"recurrent", "layer"} <= set(names)
     for name in names:
         module = bench.family(name)
-        assert module.TITLE and callable(module.run)
+        assert callable(getattr(module, "run", None) or module.records)
 
 
 @pytest.mark.parametrize("peer", ["einsum", "transformers", "onnxruntime"])

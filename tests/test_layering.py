@@ -10,8 +10,9 @@ ROOT = Path(__file__).resolve().parent.parent
 INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^">]+)[">]', re.MULTILINE)
 TORCH = re.compile(r"^(torch|ATen|c10|pybind11)/|^Python\.h$")
 KERNELS = sorted(p for p in (ROOT / "csrc").glob("*/kernels/*") if p.suffix != ".md")
-# Files that may see torch: schemas, checks, autograd, and the one glue file of each backend.
-TORCH_FACING = re.compile(r"csrc/(ops|checks|autograd)\.(cpp|h)$|csrc/\w+/ops\.cpp$")
+# Files that may see torch: schemas, checks, autograd, the one glue file of each backend, and the
+# device hooks of a backend that torch does not know.
+TORCH_FACING = re.compile(r"csrc/(ops|checks|autograd)\.(cpp|h)$|csrc/\w+/(ops|torch_device)\.cpp$")
 
 
 def includes(path: Path) -> list[str]:

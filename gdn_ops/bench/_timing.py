@@ -107,8 +107,12 @@ def buffers(count_bytes: int, make: Callable[[int], Tensor], hot: bool) -> list[
 
 def sweeps(pools: Sequence[Tensor]) -> list[Candidate]:
     """In-place traffic over each pool's bytes, whatever its dtype; the fastest one is the floor."""
+    sweep = torch.ops.gdn.sweep.default
     words = [p.view(-1).view(torch.int32) for p in pools]
-    return [Candidate("sweep", lambda i: words[i].bitwise_xor_(0))]
+    return [
+        Candidate("sweep", lambda i: sweep(words[i])),
+        Candidate("sweep, torch", lambda i: words[i].bitwise_xor_(0)),
+    ]
 
 
 def _samples(

@@ -95,7 +95,7 @@ def run(args: argparse.Namespace, out: Output) -> tuple[int, dict]:
     from gdn_ops import bench
 
     if args.list:
-        titles = {name: bench.family(name).TITLE for name in bench.families()}
+        titles = {name: _title(bench.family(name)) for name in bench.families()}
         out.table("benchmark families", ["family", "what"], [[n, t] for n, t in titles.items()])
         return 0, {"families": titles}
     try:
@@ -110,7 +110,11 @@ def run(args: argparse.Namespace, out: Output) -> tuple[int, dict]:
     machine = bench.machine()
     out.console.print(", ".join(f"{k}: {v}" for k, v in machine.items()), markup=False)
     rows: list[dict] = []
+    counts: list[dict] = []
     for module in modules:
+        if not hasattr(module, "run"):
+            counts += _counts(module, out)
+            continue
         with out.progress(module.TITLE) as status:
             options.status = status
             options.emit = _line(out)
@@ -123,7 +127,26 @@ def run(args: argparse.Namespace, out: Output) -> tuple[int, dict]:
     refused = [r for r in rows if r["skipped"].startswith("not timed")]
     if refused:
         out.console.print(f"{len(refused)} candidates were out of tolerance and not timed")
-    return int(bool(refused)), {"machine": machine, "rows": rows}
+    return int(bool(refused)), {"machine": machine, "rows": rows, "counts": counts}
+
+
+def _title(module) -> str:
+    return getattr(module, "TITLE", module.__doc__.splitlines()[0])
+
+
+def _counts(module, out: Output) -> list[dict]:
+    """A family that counts instead of timing (an accelerator's host twin), where it was built."""
+    try:
+        found = module.records()
+    except (ImportError, RuntimeError) as error:
+        out.console.print(f"{_title(module)}\n  skipped: {error}", markup=False)
+        return []
+    columns = list(found[0])
+    cells = [
+        [f"{r[c]:.4g}" if isinstance(r[c], float) else str(r[c]) for c in columns] for r in found
+    ]
+    out.table(_title(module), columns, cells)
+    return found
 
 
 def _line(out: Output):
