@@ -60,10 +60,13 @@ class Output:
         self.console.print(table)
 
     @contextmanager
-    def progress(self, text: str):
-        """A spinner with the time passed; yields a function that changes its text."""
+    def progress(self, text: str, lines: bool = False):
+        """A spinner with the time passed; yields a function that changes its text.
+
+        Without a terminal: nothing, or with ``lines`` each text on a line of its own.
+        """
         if not self.console.is_terminal:
-            yield lambda _: None
+            yield lambda new: self.console.print(f"... {new}", markup=False) if lines else None
             return
         columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
         with Progress(*columns, console=self.console, transient=True) as bar:
