@@ -13,6 +13,18 @@ from gdn_ops.ops.recurrent import recurrent, recurrent_gated  # noqa: E402
 
 __version__ = "0.1.0"
 
+# Importing these needs transformers, which the ops do not.
+_FROM_HF = ("active", "patch", "register_transformers", "unpatch", "unregister_transformers")
+
+
+def __getattr__(name: str):
+    if name in _FROM_HF:
+        from gdn_ops import hf
+
+        return getattr(hf, name)
+    raise AttributeError(f"module 'gdn_ops' has no attribute {name!r}")
+
+
 __all__ = [
     "backends",
     "conv1d",

@@ -157,6 +157,13 @@ Tensor decode(const Tensor& projected, const Tensor& conv_weight, const OptTenso
   return y;
 }
 
+void sweep(Tensor& x) {
+  TORCH_CHECK(x.is_contiguous(), "sweep: x: expected a contiguous tensor, got strides ", x.strides());
+  static volatile uint32_t zero = 0;
+  const int64_t bytes = static_cast<int64_t>(x.nbytes());
+  kernels().sweep(static_cast<char*>(x.data_ptr()), bytes, zero, threads());
+}
+
 void set_precision_op(const std::string& mode) {
   TORCH_CHECK(mode == "exact" || mode == "fast" || mode == "auto",
               "set_precision: expected 'exact', 'fast' or 'auto', got '", mode, "'");
@@ -188,6 +195,7 @@ TORCH_LIBRARY_IMPL(gdn, CPU, m) {
   m.impl("conv_gating", &conv_gating);
   m.impl("gated_rms_norm", &gated_rms_norm);
   m.impl("decode", &decode);
+  m.impl("sweep", &sweep);
 }
 
 // These take no tensor, so no key selects them.

@@ -23,6 +23,7 @@ struct Kernels {
   void (*conv_gating)(const ConvGatingArgs&, const Parallel&);
   void (*gated_rms_norm)(const NormArgs&, const Parallel&);
   void (*decode)(const DecodeArgs&, const Parallel&);
+  void (*sweep)(char* data, int64_t bytes, uint32_t zero, const Parallel&);
 };
 
 // Every level compiled in, best first; the last one runs anywhere.
