@@ -1,4 +1,5 @@
-"""Windows of pending rank-1 updates as values: allocate, read, roll back, convert (docs/windows.md).
+"""Windows of pending rank-1 updates as values: allocate, read, roll back, convert
+(docs/windows.md).
 
 Nothing here reads device data on the host, except :func:`from_uv`, which checks its keys.
 """
@@ -57,8 +58,8 @@ def allocate(
 
     Args:
         P: pool rows. H, HV: key and value heads. K, V: head sizes. R: 1 to 64.
-        update_dtype, key_dtype: float32, bfloat16 or float16; docs/windows.md has the measured cost of
-            the 16-bit ones.
+        update_dtype, key_dtype: float32, bfloat16 or float16; docs/windows.md has the measured
+            cost of the 16-bit ones.
 
     Raises:
         ValueError: R, HV / H or a dtype is not as above.
@@ -125,8 +126,8 @@ def _gather(x: Tensor, slots: Tensor) -> Tensor:
 
 
 def _entries(window: Window, rows, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys ``[N, HV, R, K]``, updates ``[N, HV, R, V]`` times their weight now, both zero where an entry
-    is not live or weighs nothing, and the log weight ``[N, HV]`` of a base. Oldest first."""
+    """Keys ``[N, HV, R, K]``, updates ``[N, HV, R, V]`` times their weight now, both zero where an
+    entry is not live or weighs nothing, and the log weight ``[N, HV]`` of a base. Oldest first."""
     k, u, g = (x[rows].to(dtype) for x in window[:3])
     slots, live = _ordered(window.fill[rows], g.shape[2])
     k, u, g = _gather(k, slots), _gather(u, slots), _gather(g, slots)
@@ -174,10 +175,10 @@ def to_uv(window: Window, state_indices: Tensor | None = None) -> tuple[Tensor, 
     """The window in the layout of the Kunlun low-rank ops.
 
     Returns:
-        ``(UV, slot)``: ``UV [N, HV, K+V, R]`` in the dtype of ``window.u``, column j the key (first K
-        rows) and the update (last V rows) of one entry with the decay since then multiplied into the
-        update; ``slot [N]`` int32, the running count of updates, so that the next one goes to column
-        ``slot % R``.
+        ``(UV, slot)``: ``UV [N, HV, K+V, R]`` in the dtype of ``window.u``, column j the key
+        (first K rows) and the update (last V rows) of one entry with the decay since then
+        multiplied into the update; ``slot [N]`` int32, the running count of updates, so that the
+        next one goes to column ``slot % R``.
 
     The layout follows the shapes in public callers of those ops; it has not been run against them.
     """
@@ -228,6 +229,6 @@ def to_fla_state(state: Tensor) -> Tensor:
 
 
 def from_fla_state(state: Tensor) -> Tensor:
-    """flash-linear-attention's ``[N, HV, K, V]`` as ``[N, HV, V, K]``: a view that every op takes as a
-    pool."""
+    """flash-linear-attention's ``[N, HV, K, V]`` as ``[N, HV, V, K]``: a view that every op takes
+    as a pool."""
     return state.transpose(-1, -2)

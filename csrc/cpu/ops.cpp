@@ -4,6 +4,7 @@
 #include <torch/library.h>
 
 #include "../checks.h"
+#include "../index.h"
 #include "table.h"
 
 namespace gdn::cpu {

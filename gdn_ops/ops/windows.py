@@ -19,24 +19,26 @@ _decode_buffered = torch.ops.gdn.decode_buffered.default
 _decode_lowrank = torch.ops.gdn.decode_lowrank.default
 
 WINDOW_ARGS = """
-        win_k: ``[P, H, R, K]`` float32, bfloat16 or float16, the keys of the entries (after l2norm),
-            1 <= R <= 64. **Written in place**, like the three below.
-        win_u: ``[P, HV, R, V]`` float32, bfloat16 or float16, their ``u``. float16 holds up to 65504.
+        win_k: ``[P, H, R, K]`` float32, bfloat16 or float16, the keys of the entries (after
+            l2norm), 1 <= R <= 64. **Written in place**, like the three below.
+        win_u: ``[P, HV, R, V]`` float32, bfloat16 or float16, their ``u``. float16 holds up to
+            65504.
         win_g: ``[P, HV, R]`` float32, the log decay of each entry's own token.
-        win_fill: ``[P]`` int32, the packed counts ``fill + 256 * drafts + 65536 * head``: ``fill`` live
-            entries, the oldest in slot ``head``, the newest ``drafts + 1`` of them from the last call.
-            0 is an empty window; :mod:`gdn_ops.windows` allocates and reads windows."""
+        win_fill: ``[P]`` int32, the packed counts ``fill + 256 * drafts + 65536 * head``: ``fill``
+            live entries, the oldest in slot ``head``, the newest ``drafts + 1`` of them from the
+            last call. 0 is an empty window; :mod:`gdn_ops.windows` allocates and reads windows."""
 
 _SEQUENCE_ARGS = """
         state_indices: ``[N]`` int32 or int64, the pool row of each sequence; any negative value is
             padding: nothing is read or written and the output is zero. Absent: row n is sequence n.
-            Of ``[N, S]`` column 0 counts: drafts need no rows of their own. Two live rows must not be
-            equal.
-        has_initial_state: ``[N]`` bool; false starts from zero with an empty window, reading nothing.
+            Of ``[N, S]`` column 0 counts: drafts need no rows of their own. Two live rows must not
+            be equal.
+        has_initial_state: ``[N]`` bool; false starts from zero with an empty window, reading
+            nothing.
         cu_seqlens: ``[N+1]`` int32 or int64 offsets of packed sequences (then ``B == 1``).
-        num_accepted: ``[N]`` or longer: how many of the tokens that the previous call brought to this
-            row were accepted; the others are dropped before anything else. Absent: all of them. Below
-            1 makes the row padding."""
+        num_accepted: ``[N]`` or longer: how many of the tokens that the previous call brought to
+            this row were accepted; the others are dropped before anything else. Absent: all of
+            them. Below 1 makes the row padding."""
 
 
 def recurrent_buffered(
@@ -63,7 +65,7 @@ def recurrent_buffered(
     )  # fmt: skip
 
 
-recurrent_buffered.__doc__ = f"""Gated delta rule that does not write the state at every step. Exact.
+recurrent_buffered.__doc__ = f"""Gated delta rule without a write of the state at every step. Exact.
 
     The state is a base plus the window's pending rank-1 updates, each with its own decay. A call
 
@@ -77,12 +79,13 @@ recurrent_buffered.__doc__ = f"""Gated delta rule that does not write the state 
     ``num_accepted`` with the next call.
 
     Args:
-        q, k: ``[B, T, H, K]`` float32, bfloat16 or float16, any strides; at most R tokens a sequence.
+        q, k: ``[B, T, H, K]`` float32, bfloat16 or float16, any strides; at most R tokens a
+            sequence.
         v: ``[B, T, HV, V]``, the dtype of q.
         g: ``[B, T, HV]`` log decay (``-inf`` clears the state), float32 or an activation dtype.
         beta: ``[B, T, HV]`` write strength, float32 or an activation dtype.
-        state: ``[P, HV, V, K]`` float32, bfloat16 or float16, **written in place**, only when a window
-            is folded; K contiguous, or the transposed view of a ``[P, HV, K, V]`` pool.
+        state: ``[P, HV, V, K]`` float32, bfloat16 or float16, **written in place**, only when a
+            window is folded; K contiguous, or the transposed view of a ``[P, HV, K, V]`` pool.
 {WINDOW_ARGS[1:]}
 {_SEQUENCE_ARGS[1:]}
         scale: factor on the output; ``K**-0.5`` if absent.
@@ -92,11 +95,12 @@ recurrent_buffered.__doc__ = f"""Gated delta rule that does not write the state 
         ``[B, T, HV, V]`` in the dtype of q, contiguous.
 
     Raises:
-        RuntimeError: T > R, something else does not fit, or an input requires grad in grad mode. On CPU
-            also rows, lengths, counts or accepted numbers out of range. Nothing has been written then.
+        RuntimeError: T > R, something else does not fit, or an input requires grad in grad mode.
+            On CPU also rows, lengths, counts or accepted numbers out of range. Nothing has been
+            written then.
 
-    Source: own derivation, docs/windows.md; the idea of replaying recent inputs against a stale state
-    is known for state-space models.
+    Source: own derivation, docs/windows.md; the idea of replaying recent inputs against a stale
+    state is known for state-space models.
     """
 
 
@@ -125,10 +129,10 @@ def recurrent_lowrank(
 
 recurrent_lowrank.__doc__ = f"""Low-rank approximation: the state is the last R rank-1 updates.
 
-    There is no base. Each token sees the R updates before it, then replaces the oldest by its own. For
-    sequences of at most R tokens this is exact; beyond, the error is what the dropped updates would
-    still weigh, small where the decay is strong. Rejected drafts leave a window with fewer than R
-    entries: what they displaced is gone.
+    There is no base. Each token sees the R updates before it, then replaces the oldest by its own.
+    For sequences of at most R tokens this is exact; beyond, the error is what the dropped updates
+    would still weigh, small where the decay is strong. Rejected drafts leave a window with fewer
+    than R entries: what they displaced is gone.
 
     Args:
         q, k: ``[B, T, H, K]`` float32, bfloat16 or float16, any strides, any T.
@@ -144,8 +148,8 @@ recurrent_lowrank.__doc__ = f"""Low-rank approximation: the state is the last R 
         ``[B, T, HV, V]`` in the dtype of q, contiguous.
 
     Raises:
-        RuntimeError: something does not fit, or an input requires grad in grad mode. Nothing has been
-            written then.
+        RuntimeError: something does not fit, or an input requires grad in grad mode. Nothing has
+            been written then.
     """
 
 
@@ -162,13 +166,14 @@ def window_flush(
 
 window_flush.__doc__ = f"""Folds pending updates into the base state now and empties the windows.
 
-    For a snapshot, a prefix cache, or a change to ops that know no window. Everything pending counts
-    as accepted: drop rejected drafts first (:func:`gdn_ops.windows.accept`).
+    For a snapshot, a prefix cache, or a change to ops that know no window. Everything pending
+    counts as accepted: drop rejected drafts first (:func:`gdn_ops.windows.accept`).
 
     Args:
         state: ``[P, HV, V, K]``, **written in place**, either layout of :func:`recurrent_buffered`.
 {WINDOW_ARGS[1:]}
-        state_indices: ``[N]`` int32 or int64, the rows; negative ones are skipped. Absent: all rows.
+        state_indices: ``[N]`` int32 or int64, the rows; negative ones are skipped. Absent: all
+            rows.
 
     Raises:
         RuntimeError: something does not fit. Nothing has been written then.
@@ -180,7 +185,8 @@ def window_reset(win_fill: Tensor, state_indices: Tensor | None = None) -> None:
 
     Args:
         win_fill: ``[P]`` int32, **written in place**.
-        state_indices: ``[N]`` int32 or int64, the rows; negative ones are skipped. Absent: all rows.
+        state_indices: ``[N]`` int32 or int64, the rows; negative ones are skipped. Absent: all
+            rows.
 
     Raises:
         RuntimeError: a shape or dtype does not fit, or (CPU) a row does not exist.
@@ -222,7 +228,7 @@ def decode_buffered(
 
 _TAIL = DECODE_TAIL.replace(SEQUENCE_ARGS[1:], _SEQUENCE_ARGS[1:])
 
-decode_buffered.__doc__ = f""":func:`gdn_ops.decode` with the recurrence of :func:`recurrent_buffered`.
+decode_buffered.__doc__ = f""":func:`gdn_ops.decode` with :func:`recurrent_buffered` inside.
 
     Args:
 {DECODE_ARGS[1:]}
@@ -235,8 +241,8 @@ decode_buffered.__doc__ = f""":func:`gdn_ops.decode` with the recurrence of :fun
         ``[B, T, HV*V]`` in the dtype of projected, contiguous.
 
     Raises:
-        RuntimeError: more than R tokens a sequence, something else does not fit, or an input requires
-            grad in grad mode. Nothing has been written then.
+        RuntimeError: more than R tokens a sequence, something else does not fit, or an input
+            requires grad in grad mode. Nothing has been written then.
     """
 
 
@@ -271,7 +277,7 @@ def decode_lowrank(
     )  # fmt: skip
 
 
-decode_lowrank.__doc__ = f""":func:`gdn_ops.decode` with the recurrence of :func:`recurrent_lowrank`.
+decode_lowrank.__doc__ = f""":func:`gdn_ops.decode` with :func:`recurrent_lowrank` inside.
 
     Args:
 {DECODE_ARGS[1:]}
@@ -282,8 +288,8 @@ decode_lowrank.__doc__ = f""":func:`gdn_ops.decode` with the recurrence of :func
         ``[B, T, HV*V]`` in the dtype of projected, contiguous.
 
     Raises:
-        RuntimeError: something does not fit, or an input requires grad in grad mode. Nothing has been
-            written then.
+        RuntimeError: something does not fit, or an input requires grad in grad mode. Nothing has
+            been written then.
     """
 
 
