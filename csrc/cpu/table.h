@@ -23,6 +23,8 @@ struct Kernels {
   void (*conv_gating)(const ConvGatingArgs&, const Parallel&);
   void (*gated_rms_norm)(const NormArgs&, const Parallel&);
   void (*decode)(const DecodeArgs&, const Parallel&);
+  void (*chunk)(const ChunkArgs&, const Parallel&);
+  void (*chunk_lowrank)(const ChunkArgs&, const Parallel&);
 };
 
 // Every level compiled in, best first; the last one runs anywhere.

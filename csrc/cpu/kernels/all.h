@@ -6,6 +6,7 @@
 #include "conv.h"
 #include "norm.h"
 #include "decode.h"
+#include "chunk.h"
 
 #define GDN_STRINGIFY_(x) #x
 #define GDN_STRINGIFY(x) GDN_STRINGIFY_(x)
@@ -13,5 +14,5 @@
 extern const Kernels table;
 const Kernels table = {
     GDN_STRINGIFY(GDN_ISA), GDN_ISA_DESCRIPTION, supported, recurrent, gating, short_conv, conv_gating,
-    gated_rms_norm, decode,
+    gated_rms_norm, decode, chunk, chunk_lowrank,
 };
