@@ -39,12 +39,13 @@ class Chunk : public torch::autograd::Function<Chunk> {
   static variable_list forward(AutogradContext* ctx, const Tensor& q, const Tensor& k,
                                const Tensor& v, const Tensor& g, const Tensor& beta,
                                const OptTensor& initial_state, const OptTensor& cu_seqlens,
-                               std::optional<double> scale, bool qk_l2norm, c10::SymInt chunk_size) {
+                               std::optional<double> scale, bool qk_l2norm,
+                               c10::SymInt chunk_size) {
     at::AutoDispatchBelowADInplaceOrView guard;
     auto [o, final_state] =
         chunk_op().call(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm, chunk_size);
-    ctx->save_for_backward({q, k, v, g, beta, initial_state.value_or(Tensor()),
-                            cu_seqlens.value_or(Tensor())});
+    ctx->save_for_backward(
+        {q, k, v, g, beta, initial_state.value_or(Tensor()), cu_seqlens.value_or(Tensor())});
     ctx->saved_data["scale"] = scale ? c10::IValue(*scale) : c10::IValue();
     ctx->saved_data["qk_l2norm"] = qk_l2norm;
     ctx->saved_data["chunk_size"] = chunk_size;
@@ -57,14 +58,15 @@ class Chunk : public torch::autograd::Function<Chunk> {
     variable_list none(10);
     if (!grads[0].defined() && !grads[1].defined()) return none;
     const variable_list x = ctx->get_saved_variables();
-    const Tensor grad_o = grads[0].defined() ? grads[0] : at::zeros_symint(x[2].sym_sizes(), x[2].options());
+    const Tensor grad_o =
+        grads[0].defined() ? grads[0] : at::zeros_symint(x[2].sym_sizes(), x[2].options());
     const c10::IValue scale = ctx->saved_data["scale"];
     auto [dq, dk, dv, dg, dbeta, dstate] = backward_op().call(
         grad_o, optional_of(grads[1]), x[0], x[1], x[2], x[3], x[4], optional_of(x[5]),
         optional_of(x[6]), scale.isNone() ? std::optional<double>() : scale.toDouble(),
         ctx->saved_data["qk_l2norm"].toBool(), ctx->saved_data["chunk_size"].toSymInt());
-    return {dq, dk, dv, dg, dbeta, x[5].defined() ? dstate : Tensor(), Tensor(), Tensor(), Tensor(),
-            Tensor()};
+    return {dq,       dk,       dv,       dg,      dbeta, x[5].defined() ? dstate : Tensor(),
+            Tensor(), Tensor(), Tensor(), Tensor()};
   }
 };
 

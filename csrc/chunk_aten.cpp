@@ -1,6 +1,7 @@
-// The chunked gated delta rule as batched matrix products over all chunks at once; only the passing of
-// the state from chunk to chunk is a loop. Formulas of one chunk (S [K, V] is the old state, n tokens,
-// D_ij = exp(sum of g_l for j < l <= i), w_i = exp(sum of g_l for l <= i), A strictly lower):
+// The chunked gated delta rule as batched matrix products over all chunks at once; only the passing
+// of the state from chunk to chunk is a loop. Formulas of one chunk (S [K, V] is the old state, n
+// tokens, D_ij = exp(sum of g_l for j < l <= i), w_i = exp(sum of g_l for l <= i), A strictly
+// lower):
 //   A = beta D (k k^T),  M = scale D (q k^T),  X = beta (v - w k S),  U = (1 + A)^-1 X
 //   O = scale w q S + M U,  S' = w_n S + k^T (D_n U)
 // The backward pass is their transposition, in the notation of the code: dX = gradient of X.
@@ -20,8 +21,8 @@ namespace {
 
 using at::Tensor;
 
-// Chunks ordered by (step, sequence), longest sequence first: step s is rows [offset[s], offset[s+1])
-// and holds the first offset[s+1] - offset[s] sequences of `order`.
+// Chunks ordered by (step, sequence), longest sequence first: step s is rows [offset[s],
+// offset[s+1]) and holds the first offset[s+1] - offset[s] sequences of `order`.
 struct Layout {
   int64_t N = 0, C = 0, chunks = 0;
   Tensor tokens;  // [chunks * C]: flat token, or B*T for padding
@@ -98,13 +99,13 @@ struct Forward {
   at::ScalarType dtype;
   int64_t ratio;
   double scale;
-  Tensor q, k, v, beta, w;      // [chunks, HV, C, *]
-  Tensor rq, rk;                // 1 / norms, with qk_l2norm
-  Tensor D, kk, qk, M;          // [chunks, HV, C, C]
-  Tensor inverse, W;            // (1 + A)^-1, and that times beta w k
-  Tensor D_last, w_last;        // [chunks, HV, C, 1], [chunks, HV, 1, 1]
-  Tensor S, U;                  // [chunks, HV, K, V] before each chunk, [chunks, HV, C, V]
-  Tensor final_state;           // [N, HV, K, V]
+  Tensor q, k, v, beta, w;  // [chunks, HV, C, *]
+  Tensor rq, rk;            // 1 / norms, with qk_l2norm
+  Tensor D, kk, qk, M;      // [chunks, HV, C, C]
+  Tensor inverse, W;        // (1 + A)^-1, and that times beta w k
+  Tensor D_last, w_last;    // [chunks, HV, C, 1], [chunks, HV, 1, 1]
+  Tensor S, U;              // [chunks, HV, K, V] before each chunk, [chunks, HV, C, V]
+  Tensor final_state;       // [N, HV, K, V]
 };
 
 Forward forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g,
@@ -169,8 +170,8 @@ void check_float64(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
     const char* name;
     const Tensor* t;
   };
-  for (const Named& n : {Named{"q", &q}, Named{"k", &k}, Named{"v", &v}, Named{"g", &g},
-                         Named{"beta", &beta}}) {
+  for (const Named& n :
+       {Named{"q", &q}, Named{"k", &k}, Named{"v", &v}, Named{"g", &g}, Named{"beta", &beta}}) {
     TORCH_CHECK(n.t->scalar_type() == at::kDouble, "chunk: ", n.name,
                 ": expected float64 beside a float64 q, got ", n.t->scalar_type());
     TORCH_CHECK(n.t->device() == q.device(), "chunk: ", n.name, ": expected device ", q.device(),
@@ -191,10 +192,9 @@ void check_shapes(const Tensor& q, const Tensor& k, const Tensor& v, const Tenso
   const OptTensor none;
   OptTensor state;
   if (initial_state) state = at::empty(initial_state->sizes(), q.options().dtype(at::kFloat));
-  const ChunkArgs a = chunk_args("chunk", stand_in(q), stand_in(k), stand_in(v), stand_in(g),
-                                 stand_in(beta),
-                                 {state, nullptr, none, none, none, cu_seqlens, none, nullptr},
-                                 scale, qk_l2norm, chunk_size);
+  const ChunkArgs a = chunk_args(
+      "chunk", stand_in(q), stand_in(k), stand_in(v), stand_in(g), stand_in(beta),
+      {state, nullptr, none, none, none, cu_seqlens, none, nullptr}, scale, qk_l2norm, chunk_size);
   check_values("chunk", a.seqs);
 }
 
@@ -208,7 +208,8 @@ std::tuple<Tensor, Tensor> chunk_forward_aten(const Tensor& q, const Tensor& k, 
                                               int64_t chunk_size) {
   check_float64(q, k, v, g, beta, initial_state);
   check_shapes(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm, chunk_size);
-  const Forward f = forward(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm, chunk_size);
+  const Forward f =
+      forward(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm, chunk_size);
   Tensor o = at::matmul(f.q, f.S).mul_(f.w * f.scale);
   o.add_(at::matmul(f.M, f.U));
   return {scatter(o, f.layout, v, 1), f.final_state.transpose(2, 3).contiguous()};
@@ -221,7 +222,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> chunk_backward_aten(
   TORCH_CHECK(grad_o.sizes() == v.sizes(), "chunk_backward: grad_o: expected the shape of v, ",
               v.sizes(), ", got ", grad_o.sizes());
   check_shapes(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm, chunk_size);
-  const Forward f = forward(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm, chunk_size);
+  const Forward f =
+      forward(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm, chunk_size);
   const Layout& x = f.layout;
   const Tensor dO = gather(grad_o, x, f.dtype, 1);
   Tensor d_state = at::zeros_like(f.final_state);
@@ -282,12 +284,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> chunk_backward_aten(
   }
   Tensor d_initial = at::empty_like(d_state);
   d_initial.index_copy_(0, x.order, d_state);
-  return {scatter(dq, x, q, f.ratio),
-          scatter(dk, x, k, f.ratio),
-          scatter(dv, x, v, 1),
-          scatter(dg, x, g, 1),
-          scatter(dbeta, x, beta, 1),
-          d_initial.transpose(2, 3).contiguous()};
+  return {scatter(dq, x, q, f.ratio), scatter(dk, x, k, f.ratio),
+          scatter(dv, x, v, 1),       scatter(dg, x, g, 1),
+          scatter(dbeta, x, beta, 1), d_initial.transpose(2, 3).contiguous()};
 }
 
 }  // namespace gdn

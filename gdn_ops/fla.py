@@ -1,8 +1,8 @@
 """The gated delta rule under the names and keywords of flash-linear-attention.
 
 States here have FLA's layout ``[N, HV, K, V]`` and calls have FLA's meaning; the work is done by
-:func:`gdn_ops.chunk` and :func:`gdn_ops.recurrent`. A keyword that changes the result is honoured or
-refused by name, never ignored. Unlike FLA's kernels these take float32 and any ``K, V <= 512``.
+:func:`gdn_ops.chunk` and :func:`gdn_ops.recurrent`. A keyword that changes the result is honoured
+or refused by name, never ignored. Unlike FLA's kernels these take float32 and any ``K, V <= 512``.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def chunk_gated_delta_rule(
 
     Args:
         q, k: ``[B, T, H, K]``; v: ``[B, T, HV, V]``; beta (ones if None): ``[B, T, HV]``.
-        g: ``[B, T, HV]`` log decay, 0 if None; with ``use_gate_in_kernel`` the raw gate ``a``, and the
-            decay is ``-exp(A_log) * softplus(a + dt_bias)`` with ``A_log, dt_bias [HV]``.
+        g: ``[B, T, HV]`` log decay, 0 if None; with ``use_gate_in_kernel`` the raw gate ``a``, and
+            the decay is ``-exp(A_log) * softplus(a + dt_bias)`` with ``A_log, dt_bias [HV]``.
         scale: ``K**-0.5`` if None.
         initial_state: ``[N, HV, K, V]``, any float dtype; ``[N, HV, V, K]`` with
             ``transpose_state_layout`` or its newer name ``state_v_first``.
@@ -92,12 +92,12 @@ def chunk_gated_delta_rule(
         cu_seqlens: ``[N+1]`` offsets of packed sequences (then ``B == 1``).
         chunk_size: 16 to 128.
 
-    ``cu_seqlens_cpu``, ``chunk_indices`` and the lengths that attention layers pass along repeat what
-    cu_seqlens says and are not read.
+    ``cu_seqlens_cpu``, ``chunk_indices`` and the lengths that attention layers pass along repeat
+    what cu_seqlens says and are not read.
 
     Returns:
-        ``(o, final_state)``: ``[B, T, HV, V]`` in the dtype of q, and the float32 state in the layout of
-        initial_state, or None.
+        ``(o, final_state)``: ``[B, T, HV, V]`` in the dtype of q, and the float32 state in the
+        layout of initial_state, or None.
 
     Raises:
         NotImplementedError: a keyword of FLA that changes the result and is not supported, by name.
@@ -144,8 +144,8 @@ def fused_recurrent_gated_delta_rule(
 ) -> tuple[Tensor, Tensor | None]:
     """:func:`gdn_ops.recurrent` with FLA's arguments: token by token, no gradient, nothing mutated.
 
-    Arguments, results and errors are those of :func:`chunk_gated_delta_rule` (in FLA's order for this
-    function); ``gk`` and ``gv`` are refused.
+    Arguments, results and errors are those of :func:`chunk_gated_delta_rule` (in FLA's order for
+    this function); ``gk`` and ``gv`` are refused.
     """
     op = "fused_recurrent_gated_delta_rule"
     _check_keywords(op, {"gk": gk, "gv": gv, **keywords})
@@ -160,6 +160,14 @@ def fused_recurrent_gated_delta_rule(
         pool = initial_state.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     view = pool if v_first else pool.transpose(2, 3)
     o = recurrent(
-        q, k, v, g, beta, view, cu_seqlens=cu_seqlens, scale=scale, qk_l2norm=use_qk_l2norm_in_kernel
+        q,
+        k,
+        v,
+        g,
+        beta,
+        view,
+        cu_seqlens=cu_seqlens,
+        scale=scale,
+        qk_l2norm=use_qk_l2norm_in_kernel,
     )
     return o, pool if output_final_state else None

@@ -270,7 +270,12 @@ def conv_gating(
 
 
 def gated_rms_norm(
-    x: Tensor, gate: Tensor, weight: Tensor, eps: float = 1e-6, *, dtype: torch.dtype = torch.float64
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    eps: float = 1e-6,
+    *,
+    dtype: torch.dtype = torch.float64,
 ) -> Tensor:
     """``weight * rmsnorm(x) * silu(gate)`` over the last dimension, rounded where the model rounds.
 
@@ -345,7 +350,7 @@ def chunk(
     *,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
-    """:func:`recurrent` from a given state; the chunk size changes nothing. ``(o, final state)``."""
+    """:func:`recurrent` from a given state; chunk size changes nothing. ``(o, final)``."""
     N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if initial_state is None:
         initial_state = torch.zeros(N, v.shape[2], v.shape[3], q.shape[3], dtype=dtype)
@@ -416,7 +421,7 @@ def chunk_lowrank(
     *,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Every chunk starts from the window's last R updates. ``(o, win_k, win_u, win_g, win_fill)``."""
+    """Chunks start from the window's R updates. ``(o, win_k, win_u, win_g, win_fill)``."""
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
     R = win_k.shape[2]

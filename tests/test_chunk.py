@@ -237,7 +237,7 @@ def test_stale_scratch_is_never_read():
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("dtype", ACTIVATIONS)
 def test_prefill_rows(dtype, transposed):
-    """Read and write rows, a shared prefix, fresh and padding sequences; other rows keep their bits."""
+    """Read and write rows, a shared prefix, fresh and padding sequences; no other row is touched."""
     lengths = [70, 64, 0, 3, 20, 5]
     cu = offsets(lengths)
     args = make_qkv(1, sum(lengths), 2, 4, 40, 24)
@@ -248,12 +248,14 @@ def test_prefill_rows(dtype, transposed):
     has = torch.tensor([True, True, True, False, True, True])
     edges = torch.tensor([[10, 0], [11, -1], [-1, -1], [0, -1], [0, 0], [-1, -1]])
     before = clone_pool(pool)
-    kwargs = dict(has_initial_state=has, cu_seqlens=cu, edge_rows=edges, chunk_size=64)
+    kwargs = {"has_initial_state": has, "cu_seqlens": cu, "edge_rows": edges, "chunk_size": 64}
     expected_o, expected = reference.chunk_prefill(*args, before, read, write, **kwargs)
     o = gdn_ops.chunk_prefill(*args, pool, read, write, **kwargs)
     assert_close("o", o, expected_o, torch.float32, SLACK)
     written = [2, 6, 7, 8, 10, 11]
-    assert_close("pool", pool[written], expected[written], dtype, SLACK if dtype == torch.float32 else 1.1)
+    assert_close(
+        "pool", pool[written], expected[written], dtype, SLACK if dtype == torch.float32 else 1.1
+    )
     others = [0, 1, 3, 5, 9]
     assert torch.equal(pool[others], before[others])
     assert torch.equal(o[:, 137:157], torch.zeros_like(o[:, 137:157]))
@@ -288,16 +290,16 @@ def test_raises_before_writing():
     pool = make_pool(3, 4, 8, 16)
     before = pool.clone()
     bad = [
-        (dict(chunk_size=8), "chunk_size: expected 16 to 128, got 8"),
-        (dict(chunk_size=129), "got 129"),
-        (dict(read_indices=torch.tensor([3])), "below P = 3, got 3"),
-        (dict(write_indices=torch.tensor([9])), "write_indices.*below P = 3, got 9"),
-        (dict(write_indices=torch.tensor([0, 1])), "write_indices.*N = 1"),
-        (dict(edge_rows=torch.tensor([[0, 7]])), "edge_rows.*below P = 3, got 7"),
-        (dict(edge_rows=torch.tensor([0])), "edge_rows.*\\[N, E\\]"),
-        (dict(read_indices=torch.tensor([[0]])), "read_indices"),
-        (dict(cu_seqlens=torch.tensor([0, 9])), "end at T = 8, got 9"),
-        (dict(cu_seqlens=torch.tensor([0, 5, 3, 8])), "ascending"),
+        ({"chunk_size": 8}, "chunk_size: expected 16 to 128, got 8"),
+        ({"chunk_size": 129}, "got 129"),
+        ({"read_indices": torch.tensor([3])}, "below P = 3, got 3"),
+        ({"write_indices": torch.tensor([9])}, "write_indices.*below P = 3, got 9"),
+        ({"write_indices": torch.tensor([0, 1])}, "write_indices.*N = 1"),
+        ({"edge_rows": torch.tensor([[0, 7]])}, "edge_rows.*below P = 3, got 7"),
+        ({"edge_rows": torch.tensor([0])}, "edge_rows.*\\[N, E\\]"),
+        ({"read_indices": torch.tensor([[0]])}, "read_indices"),
+        ({"cu_seqlens": torch.tensor([0, 9])}, "end at T = 8, got 9"),
+        ({"cu_seqlens": torch.tensor([0, 5, 3, 8])}, "ascending"),
     ]
     for kwargs, message in bad:
         with pytest.raises(RuntimeError, match=message):
@@ -355,7 +357,7 @@ def test_gradients_against_the_sequential_oracle(dtype, kind):
     ((o.double() * wo).sum() + (final.double() * ws).sum()).backward()
     o, final = reference.chunk(*theirs, qk_l2norm=True)
     ((o * wo).sum() + (final * ws).sum()).backward()
-    for name, x, y in zip("q k v g beta S".split(), ours, theirs, strict=True):
+    for name, x, y in zip(["q", "k", "v", "g", "beta", "S"], ours, theirs, strict=True):
         assert x.grad.dtype == x.dtype
         assert torch.isfinite(x.grad).all(), name
         # At g = -inf the derivative of exp is 0 times an infinite slope for the oracle's autograd.
@@ -385,7 +387,9 @@ def test_checkpoint_gives_the_same_gradients():
     expected = [x.grad.clone() for x in args]
     for x in args:
         x.grad = None
-    checkpoint(lambda *x: gdn_ops.chunk(*x)[0], *args, use_reentrant=False).square().sum().backward()
+    checkpoint(
+        lambda *x: gdn_ops.chunk(*x)[0], *args, use_reentrant=False
+    ).square().sum().backward()
     for x, y in zip(args, expected, strict=True):
         assert torch.equal(x.grad, y)
 
@@ -459,7 +463,7 @@ def test_lowrank_with_a_window_as_long_as_the_sequence_is_full_rank():
 
 
 def test_lowrank_error_on_the_vendors_probe():
-    """API.md section 3: T = 128, g uniform in (-3, 0), unit k, R = 16: at most 1e-6 off full rank."""
+    """API.md section 3: T = 128, g uniform in (-3, 0), unit k, R = 16: within 1e-6."""
     q, k, v, g, beta = make_qkv(1, 128, 2, 4, 128, 128)
     full, _ = reference.chunk(q, k, v, 3 * g, beta)
     o = gdn_ops.chunk_lowrank(q, k, v, 3 * g, beta, *make_window(1, 2, 4, 16, 128, 128))
@@ -495,7 +499,7 @@ def test_fla_names():
     expected_o, expected = reference.chunk(q, k, v, g, beta, S.transpose(2, 3), qk_l2norm=True)
     before = S.clone()
     for f in (gdn_ops.chunk_gated_delta_rule, gdn_ops.fused_recurrent_gated_delta_rule):
-        kwargs = dict(g=g, beta=beta, use_qk_l2norm_in_kernel=True, output_final_state=True)
+        kwargs = {"g": g, "beta": beta, "use_qk_l2norm_in_kernel": True, "output_final_state": True}
         o, final = f(q, k, v, initial_state=S, **kwargs)
         assert_close("o", o, expected_o, torch.float32, SLACK)
         assert_close("final", final, expected.transpose(2, 3), torch.float32, SLACK)
@@ -532,7 +536,7 @@ def test_opcheck():
     args = make_qkv(1, 20, 1, 2, 8, 8)
     S, cu = state(2, 2, 8, 8), offsets([7, 13])
     ops = torch.ops.gdn
-    for kwargs in ({}, dict(initial_state=S, cu_seqlens=cu)):
+    for kwargs in ({}, {"initial_state": S, "cu_seqlens": cu}):
         opcheck(ops.chunk.default, args, kwargs)
         opcheck(ops.chunk.default, tuple(leaves(args)), kwargs)
     grads = (torch.randn(1, 20, 2, 8), torch.randn(2, 2, 8, 8))
@@ -541,10 +545,10 @@ def test_opcheck():
     idx = torch.tensor([0, 2])
     opcheck(ops.chunk_prefill.default, (*args, make_pool(3, 2, 8, 8)))
     opcheck(ops.chunk_prefill.default, (*args, make_pool(5, 2, 8, 8), idx, idx + 1),
-            dict(cu_seqlens=cu, edge_rows=torch.tensor([[4], [-1]]), chunk_size=16))  # fmt: skip
+            {"cu_seqlens": cu, "edge_rows": torch.tensor([[4], [-1]])})  # fmt: skip
     opcheck(ops.chunk_lowrank.default, (*args, *make_window(3, 1, 2, 8, 8, 8)))
     opcheck(ops.chunk_lowrank.default, (*args, *make_window(3, 1, 2, 8, 8, 8)),
-            dict(state_indices=idx, cu_seqlens=cu))  # fmt: skip
+            {"state_indices": idx, "cu_seqlens": cu})  # fmt: skip
 
 
 def test_fake_strides_and_aliasing():

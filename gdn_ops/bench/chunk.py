@@ -1,8 +1,9 @@
 """Prefill with ``chunk`` against the other ways to compute it, and a training step.
 
-One Qwen3.5 layer (16 key heads, 48 value heads, K = V = 128). Work is counted as the useful operations
-of the 64-token chunk form, whatever a candidate does: rates of all candidates then compare like times.
-Every row has ``op``, ``dtype``, ``tokens``, ``ms``, ``gflops`` and ``peer_ms`` (the fastest timed peer).
+One Qwen3.5 layer (16 key heads, 48 value heads, K = V = 128). Work is counted as the useful
+operations of the 64-token chunk form, whatever a candidate does: rates of all candidates then
+compare like times. Every row has ``op``, ``dtype``, ``tokens``, ``ms``, ``gflops`` and ``peer_ms``
+(the fastest timed peer).
 """
 
 from __future__ import annotations
@@ -10,9 +11,6 @@ from __future__ import annotations
 import dataclasses
 
 import torch
-from torch import Tensor
-
-from gdn_ops import reference
 from gdn_ops.bench._timing import (
     SHORT,
     TOLERANCE,
@@ -22,6 +20,9 @@ from gdn_ops.bench._timing import (
     measure,
     scaled_error,
 )
+from torch import Tensor
+
+from gdn_ops import reference
 
 TITLE = "prefill in chunks, and a training step"
 K = V = 128
@@ -32,7 +33,7 @@ CHUNK = 64
 
 
 def useful_flops(tokens: int, H: int, HV: int) -> float:
-    """Operations of the WY form in chunks of 64: k k^T and q k^T a key head, the rest a value head."""
+    """Operations of the WY form, chunks of 64: k k^T and q k^T a key head, the rest a value head."""
     per_value_head = 6 * K * V + 2 * CHUNK * (K + 2 * V)
     return float(tokens) * (HV * per_value_head + H * 4 * CHUNK * K)
 
@@ -245,6 +246,8 @@ def run(options: Options) -> list[dict]:
                 }  # fmt: skip
                 rows += _report(case, candidates, x, useful_flops(N * T, H, HV), options)
         if options.peers and not options.dtypes:
-            x = Inputs(1, 256 if options.quick else TRAINING_TOKENS, H, HV, torch.float32, options.seed)
+            x = Inputs(
+                1, 256 if options.quick else TRAINING_TOKENS, H, HV, torch.float32, options.seed
+            )
             rows += _training(x, options)
     return rows

@@ -46,21 +46,22 @@ def chunk(
         qk_l2norm: normalise q and k with ``x * rsqrt(sum(x^2) + 1e-6)`` in float32 first.
         chunk_size: tokens of a chunk, 16 to 128.
 
-    On CPU all of q, k, v, g, beta and initial_state may be float64 together: a plain form for checking
-    gradients, not a fast one.
+    On CPU all of q, k, v, g, beta and initial_state may be float64 together: a plain form for
+    checking gradients, not a fast one.
 
     Returns:
-        ``(o, final_state)``: ``[B, T, HV, V]`` in the dtype of q, and ``[N, HV, V, K]`` float32, both
-        contiguous and fresh. Differentiable once with respect to q, k, v, g, beta and initial_state;
-        the backward pass recomputes the chunk states, ``4 * HV * K * V / chunk_size`` bytes a token
-        each for the states and for their gradients.
+        ``(o, final_state)``: ``[B, T, HV, V]`` in the dtype of q, and ``[N, HV, V, K]`` float32,
+        both contiguous and fresh. Differentiable once with respect to q, k, v, g, beta and
+        initial_state; the backward pass recomputes the chunk states, ``4 * HV * K * V /
+        chunk_size`` bytes a token each for the states and for their gradients.
 
     Raises:
         RuntimeError: a shape, dtype, device, stride or chunk_size is not as above; on CPU also
             offsets that do not ascend from 0 to T.
 
     Sources: Yang, Wang, Zhang, Shen, Kim, "Parallelizing Linear Transformers with the Delta Rule"
-    (2024), for the chunk form; Yang, Kautz, Hatamizadeh, "Gated Delta Networks" (2025), for the gate.
+    (2024), for the chunk form; Yang, Kautz, Hatamizadeh, "Gated Delta Networks" (2025), for the
+    gate.
     """
     return _chunk(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm, chunk_size)
 
@@ -88,19 +89,19 @@ def chunk_prefill(
 
     Args:
         q, k, v, g, beta, cu_seqlens, scale, qk_l2norm, chunk_size: as in :func:`chunk`.
-        state: ``[P, HV, V, K]`` float32, bfloat16 or float16, **written in place**; K contiguous, or
-            the transposed view of a ``[P, HV, K, V]`` pool. Inside the call states are float32; each
-            is rounded once when stored.
+        state: ``[P, HV, V, K]`` float32, bfloat16 or float16, **written in place**; K contiguous,
+            or the transposed view of a ``[P, HV, K, V]`` pool. Inside the call states are float32;
+            each is rounded once when stored.
         read_indices: ``[N]`` int32 or int64, the row each sequence starts from; any negative value
-            makes the sequence padding: nothing is read or written and its output is zero. Absent: row
-            n. Several sequences may read one row (a shared prefix).
-        write_indices: ``[N]``, the row that receives the final state, negative = not kept. Absent: the
-            row that was read. A sequence without tokens writes its initial state. No row may be written
-            twice, nor read by one sequence and written by another.
+            makes the sequence padding: nothing is read or written and its output is zero. Absent:
+            row n. Several sequences may read one row (a shared prefix).
+        write_indices: ``[N]``, the row that receives the final state, negative = not kept. Absent:
+            the row that was read. A sequence without tokens writes its initial state. No row may
+            be written twice, nor read by one sequence and written by another.
         has_initial_state: ``[N]`` bool; false starts from zero without reading the row.
-        edge_rows: ``[N, E]`` int32 or int64; entry ``[n, i]`` is the row that receives the state after
-            token ``chunk_size * (i + 1)`` *of sequence n*, counted from its own start; negative = not
-            wanted. Edges beyond the last token are ignored.
+        edge_rows: ``[N, E]`` int32 or int64; entry ``[n, i]`` is the row that receives the state
+            after token ``chunk_size * (i + 1)`` *of sequence n*, counted from its own start;
+            negative = not wanted. Edges beyond the last token are ignored.
 
     Returns:
         ``[B, T, HV, V]`` in the dtype of q, contiguous.
@@ -134,19 +135,19 @@ def chunk_lowrank(
 ) -> Tensor:
     """Low-rank prefill: exact inside a chunk; between chunks only the last R updates survive.
 
-    An approximation of :func:`chunk` that keeps no state matrix: what a chunk starts from is the sum
-    of the window's rank-1 updates, ``S = sum_i exp(sum of later g) u_i k_i^T``. **Results depend on
-    where chunks are cut**, so on chunk_size and on how a prompt is split over calls. With ``R >= T``
-    nothing is dropped and the result is that of :func:`chunk`, up to the rounding of the window's
-    dtypes. The window is left ready for :func:`gdn_ops.recurrent_lowrank`: the newest
-    ``min(R, entries kept + tokens)`` updates, oldest first from slot 0.
+    An approximation of :func:`chunk` that keeps no state matrix: what a chunk starts from is the
+    sum of the window's rank-1 updates, ``S = sum_i exp(sum of later g) u_i k_i^T``. **Results
+    depend on where chunks are cut**, so on chunk_size and on how a prompt is split over calls.
+    With ``R >= T`` nothing is dropped and the result is that of :func:`chunk`, up to the rounding
+    of the window's dtypes. The window is left ready for :func:`gdn_ops.recurrent_lowrank`: the
+    newest ``min(R, entries kept + tokens)`` updates, oldest first from slot 0.
 
     Args:
         q, k, v, g, beta, cu_seqlens, scale, qk_l2norm, chunk_size: as in :func:`chunk`.
         win_k: ``[P, H, R, K]`` keys as the recurrence uses them, **written in place**, as are win_u
-            ``[P, HV, R, V]``, win_g ``[P, HV, R]`` float32 (each entry's own log decay) and win_fill
-            ``[P]`` int32. R from 1 to 64. Later chunks use k and u as stored, rounded to the dtypes
-            of the window.
+            ``[P, HV, R, V]``, win_g ``[P, HV, R]`` float32 (each entry's own log decay) and
+            win_fill ``[P]`` int32. R from 1 to 64. Later chunks use k and u as stored, rounded to
+            the dtypes of the window.
         state_indices: ``[N]`` int32 or int64, the window row of each sequence; negative = padding.
         has_initial_state: ``[N]`` bool; false starts from an empty window without reading the row.
 
@@ -159,8 +160,8 @@ def chunk_lowrank(
     Source of the idea: the low-rank state of the Kunlun inference stack; the window form is ours.
     """
     return _chunk_lowrank(
-        q, k, v, g, beta, win_k, win_u, win_g, win_fill, state_indices, has_initial_state, cu_seqlens,
-        scale, qk_l2norm, chunk_size,
+        q, k, v, g, beta, win_k, win_u, win_g, win_fill, state_indices, has_initial_state,
+        cu_seqlens, scale, qk_l2norm, chunk_size,
     )  # fmt: skip
 
 

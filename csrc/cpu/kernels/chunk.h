@@ -5,13 +5,14 @@
 //   u_i = beta_i (v_i - w_i S k_i) - sum_{j<i} beta_i D_ij (k_i . k_j) u_j
 //   o_i = scale (w_i S q_i + sum_{j<=i} D_ij (q_i . k_j) u_j)
 //   S'  = w_n S + sum_j D_nj u_j k_j^T
-// Columns of V never mix, so a strip of kStrip columns goes through a whole chunk in the first-level
-// cache: S^T is held as strips [K][kStrip], u as [n][kStrip], and every product is a register tile of
-// kTileRows x kStrip whose left operand is broadcast from plain rows. k k^T and q k^T are formed once
-// for all value heads of a key head. The order of every sum depends on the row alone.
+// Columns of V never mix, so a strip of kStrip columns goes through a whole chunk in the
+// first-level cache: S^T is held as strips [K][kStrip], u as [n][kStrip], and every product is a
+// register tile of kTileRows x kStrip whose left operand is broadcast from plain rows. k k^T and q
+// k^T are formed once for all value heads of a key head. The order of every sum depends on the row
+// alone.
 //
-// Decays are products of exp(g), never quotients or exponentials of differences of totals. A decay of
-// exactly zero cuts the chunk for that head: nothing older is multiplied by anything.
+// Decays are products of exp(g), never quotients or exponentials of differences of totals. A decay
+// of exactly zero cuts the chunk for that head: nothing older is multiplied by anything.
 
 #if GDN_SIMD_AVX512
 constexpr int kTileRows = 8, kTileVectors = 2;
@@ -48,8 +49,8 @@ constexpr int64_t kSpareRows = kTileRows;
 
 GDN_INLINE int64_t strip_floats(int64_t K) { return (K + kSpareRows) * kStrip; }
 
-// body(first row, integral_constant<rows of the tile>, rows of it that count) over [0, n). The last tile
-// may be too large. Which tile a row falls into does not change the order of its sums.
+// body(first row, integral_constant<rows of the tile>, rows of it that count) over [0, n). The last
+// tile may be too large. Which tile a row falls into does not change the order of its sums.
 template <class Body>
 GDN_INLINE void for_tiles(int64_t n, Body body) {
   for (int64_t i = 0; i < n;) {
@@ -76,11 +77,11 @@ struct ChunkKeys {
 
 // Per value head and segment.
 struct ChunkHead {
-  float *A, *M;           // [n][ld_c]: -beta_i D_ij k_i.k_j (j < i); scale D_ij q_i.k_j (j <= i)
-  float* D;               // [ld_c]: the last row of D
-  float *a, *beta, *w;    // [n]
-  float *u, *du;          // [n][kStrip]: u, and D_nj u_j, of the strip at hand
-  int64_t s_u;            // from the u of one strip to the next; 0: they share a buffer
+  float *A, *M;         // [n][ld_c]: -beta_i D_ij k_i.k_j (j < i); scale D_ij q_i.k_j (j <= i)
+  float* D;             // [ld_c]: the last row of D
+  float *a, *beta, *w;  // [n]
+  float *u, *du;        // [n][kStrip]: u, and D_nj u_j, of the strip at hand
+  int64_t s_u;          // from the u of one strip to the next; 0: they share a buffer
 };
 
 // Lower triangle of x k^T: out[i][j] for j <= i, whole strips.
@@ -157,8 +158,8 @@ static void load_keys(const ChunkArgs& x, int64_t b, int64_t t0, int64_t n, int6
   triangle(s.q, s, n, x.K, s.qk);
 }
 
-// Decays and the two triangular matrices of tokens [first, end) of the chunk; rows and columns count
-// from `first`.
+// Decays and the two triangular matrices of tokens [first, end) of the chunk; rows and columns
+// count from `first`.
 static void head_matrices(const ChunkKeys& s, const ChunkHead& h, int64_t first, int64_t end,
                           float scale) {
   const int64_t n = end - first;
@@ -209,7 +210,8 @@ static void strip_segment(const ChunkArgs& x, const ChunkKeys& s, const ChunkHea
       }
       const T* row = element<T>(x.v, b, t + r, hv) + column;
       for (int c = 0; c < kTileVectors; ++c) {
-        store(u + (i + r) * kStrip + c * kLanes, direct ? load(row + c * kLanes) : load(buffer + c * kLanes));
+        store(u + (i + r) * kStrip + c * kLanes,
+              direct ? load(row + c * kLanes) : load(buffer + c * kLanes));
       }
     }
     for (int r = 0; r < R; ++r) {
@@ -251,7 +253,8 @@ static void strip_segment(const ChunkArgs& x, const ChunkKeys& s, const ChunkHea
     }
     for (int r = 0; r < R; ++r) {
       if (r >= valid) break;
-      T* out = static_cast<T*>(x.out.ptr) + b * x.out.sb + (t + r) * x.out.st + hv * x.out.sh + column;
+      T* out =
+          static_cast<T*>(x.out.ptr) + b * x.out.sb + (t + r) * x.out.st + hv * x.out.sh + column;
       if (cols == kStrip) {
         for (int c = 0; c < kTileVectors; ++c) store(out + c * kLanes, acc[r][c]);
       } else {
@@ -364,7 +367,8 @@ static int64_t carve_chunk(float* base, const ChunkArgs& x, int64_t state_floats
   s.keys.ld_k = padded(x.K) + 16;
   s.keys.ld_t = edge + 16;
   s.keys.ld_c = edge + 16;
-  // Spare rows also cover the register that a segment starting inside the chunk reads past its last.
+  // Spare rows also cover the register that a segment starting inside the chunk reads past its
+  // last.
   const int64_t rows = C + kSpareRows;
   s.keys.k = cursor.take(rows * s.keys.ld_k);
   s.keys.q = cursor.take(rows * s.keys.ld_k);
@@ -385,12 +389,12 @@ static int64_t carve_chunk(float* base, const ChunkArgs& x, int64_t state_floats
   return cursor.used;
 }
 
-// The chunk [t0, t0 + n) of one value head, columns [column, column + count strips). `zero_state` says
-// that S holds nothing yet. With `update`, S becomes the state after the chunk.
+// The chunk [t0, t0 + n) of one value head, columns [column, column + count strips). `zero_state`
+// says that S holds nothing yet. With `update`, S becomes the state after the chunk.
 template <class T>
-static void chunk_of_head(const ChunkArgs& x, const ChunkScratch& s, int64_t b, int64_t t0, int64_t n,
-                          int64_t hv, int64_t column, int64_t count, float* S, bool zero_state,
-                          bool update) {
+static void chunk_of_head(const ChunkArgs& x, const ChunkScratch& s, int64_t b, int64_t t0,
+                          int64_t n, int64_t hv, int64_t column, int64_t count, float* S,
+                          bool zero_state, bool update) {
   const ChunkHead& h = s.head;
   for (int64_t i = 0; i < n; ++i) {
     const TokenGates gates = token_gates(x.gates, b, t0 + i, hv);
@@ -408,7 +412,8 @@ static void chunk_of_head(const ChunkArgs& x, const ChunkScratch& s, int64_t b, 
                        zero_state, h.u + p * h.s_u + first * kStrip);
       // What follows a cut starts from nothing.
       if (update && end == n) {
-        update_strip(s.keys, h.du, first, end - first, x.K, h.w[end - first - 1], strip, zero_state);
+        update_strip(s.keys, h.du, first, end - first, x.K, h.w[end - first - 1], strip,
+                     zero_state);
       }
     }
   }
@@ -423,7 +428,8 @@ static void chunk_typed(const ChunkArgs& x, const Parallel& parallel) {
   heads = heads < 1 ? 1 : heads > ratio ? ratio : heads;
   if (heads > kMaxGroup) heads = kMaxGroup;
   const int64_t enough = parallel.threads == 1 ? 1 : 2 * parallel.threads;
-  while (heads > 1 && x.seqs.N * x.H * ((ratio + heads - 1) / heads) < enough) heads = (heads + 1) / 2;
+  while (heads > 1 && x.seqs.N * x.H * ((ratio + heads - 1) / heads) < enough)
+    heads = (heads + 1) / 2;
   const int64_t groups = (ratio + heads - 1) / heads;
   int64_t count = V_strips;
   while (count > 1 && x.seqs.N * x.H * groups * ((V_strips + count - 1) / count) < enough) {
@@ -560,7 +566,8 @@ static void round_entry(float* x, DType dtype, int64_t n) {
 
 // The `keep` newest of `old` rows move to the front.
 static void shift_rows(float* rows, int64_t ld, int64_t old, int64_t keep) {
-  if (keep > 0 && keep < old) std::memmove(rows, rows + (old - keep) * ld, keep * ld * sizeof(float));
+  if (keep > 0 && keep < old)
+    std::memmove(rows, rows + (old - keep) * ld, keep * ld * sizeof(float));
 }
 
 template <class T>
@@ -580,8 +587,8 @@ static void chunk_lowrank_sequence(const ChunkArgs& x, const LowrankScratch& s, 
     for (int64_t h = 0; h < ratio; ++h) {
       float* u = s.u + (h * R + i) * s.ld_u;
       for (int64_t c = x.V / kStrip * kStrip; c < s.ld_u; ++c) u[c] = 0.f;
-      load_entry(win.u, win.u_dtype, seq.row * win.su_p + (h0 + h) * win.su_h + slot * win.su_r, x.V,
-                 u);
+      load_entry(win.u, win.u_dtype, seq.row * win.su_p + (h0 + h) * win.su_h + slot * win.su_r,
+                 x.V, u);
       s.g[h * R + i] = win.g[seq.row * win.sg_p + (h0 + h) * win.sg_h + slot * win.sg_r];
     }
   }
@@ -614,7 +621,8 @@ static void chunk_lowrank_sequence(const ChunkArgs& x, const LowrankScratch& s, 
         }
         update_strip(entries, s.wu, first, live, x.K, 1.f, s.chunk.S + p * strip_floats(x.K), true);
       }
-      chunk_of_head<T>(x, s.chunk, seq.b, t, n, h0 + h, 0, strips(x.V), s.chunk.S, live == 0, false);
+      chunk_of_head<T>(x, s.chunk, seq.b, t, n, h0 + h, 0, strips(x.V), s.chunk.S, live == 0,
+                       false);
       shift_rows(g, 1, fill, keep);
       shift_rows(u, s.ld_u, fill, keep);
       for (int64_t i = 0; i < fresh; ++i) {
@@ -622,7 +630,8 @@ static void chunk_lowrank_sequence(const ChunkArgs& x, const LowrankScratch& s, 
         g[keep + i] = raw_gates(x.gates, seq.b, t + token, h0 + h).g;
         float* row = u + (keep + i) * s.ld_u;
         for (int64_t p = 0; p < strips(x.V); ++p) {
-          std::memcpy(row + p * kStrip, head.u + p * head.s_u + token * kStrip, kStrip * sizeof(float));
+          std::memcpy(row + p * kStrip, head.u + p * head.s_u + token * kStrip,
+                      kStrip * sizeof(float));
         }
         round_entry(row, win.u_dtype, x.V);
       }
