@@ -71,9 +71,9 @@ Layout layout_of(const Tensor& q, const OptTensor& cu_seqlens, int64_t C) {
   return x;
 }
 
-// [B, T, heads, D...] -> [chunks, HV, C, D], zero where a chunk has no token.
+// [B, T, heads, D] -> [chunks, heads * repeat, C, D], zero where a chunk has no token.
 Tensor gather(const Tensor& x, const Layout& layout, at::ScalarType dtype, int64_t repeat) {
-  Tensor flat = x.reshape({x.size(0) * x.size(1), x.size(2), -1}).to(dtype);
+  Tensor flat = x.reshape({x.size(0) * x.size(1), x.size(2), x.size(3)}).to(dtype);
   flat = at::cat({flat, at::zeros({1, flat.size(1), flat.size(2)}, flat.options())});
   Tensor y = flat.index_select(0, layout.tokens)
                  .view({layout.chunks, layout.C, flat.size(1), flat.size(2)})
@@ -84,7 +84,7 @@ Tensor gather(const Tensor& x, const Layout& layout, at::ScalarType dtype, int64
 // The inverse; value heads of one key head are summed.
 Tensor scatter(const Tensor& y, const Layout& layout, const Tensor& like, int64_t repeat) {
   Tensor x = y;
-  if (repeat > 1) x = x.view({y.size(0), -1, repeat, y.size(2), y.size(3)}).sum(2);
+  if (repeat > 1) x = x.view({y.size(0), y.size(1) / repeat, repeat, y.size(2), y.size(3)}).sum(2);
   x = x.transpose(1, 2).reshape({layout.chunks * layout.C, x.size(1), x.size(3)});
   const int64_t total = like.size(0) * like.size(1);
   Tensor flat = at::zeros({total + 1, x.size(1), x.size(2)}, x.options());

@@ -237,7 +237,7 @@ def test_stale_scratch_is_never_read():
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("dtype", ACTIVATIONS)
 def test_prefill_rows(dtype, transposed):
-    """Read and write rows, a shared prefix, fresh and padding sequences; no other row is touched."""
+    """Read and write rows, a shared prefix, fresh and padding ones; no other row is touched."""
     lengths = [70, 64, 0, 3, 20, 5]
     cu = offsets(lengths)
     args = make_qkv(1, sum(lengths), 2, 4, 40, 24)

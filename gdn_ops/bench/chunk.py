@@ -33,7 +33,7 @@ CHUNK = 64
 
 
 def useful_flops(tokens: int, H: int, HV: int) -> float:
-    """Operations of the WY form, chunks of 64: k k^T and q k^T a key head, the rest a value head."""
+    """Operations of the WY form in chunks of 64: two products a key head, five a value head."""
     per_value_head = 6 * K * V + 2 * CHUNK * (K + 2 * V)
     return float(tokens) * (HV * per_value_head + H * 4 * CHUNK * K)
 
