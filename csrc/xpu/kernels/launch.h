@@ -1,0 +1,16 @@
+// What the host may start. The functions are defined at the end of each .xpu file, because only the
+// device compiler understands a launch.
+#pragma once
+
+#include "params.h"
+
+namespace gdn {
+namespace xpu {
+
+constexpr int kChipClusters = 12;
+constexpr int kClusterCores = 64;
+
+void launch_recurrent(const RecurrentParams& p, int state_dtype, void* stream);
+
+}  // namespace xpu
+}  // namespace gdn
