@@ -88,7 +88,7 @@ __device__ inline uint16_t s_float_to_half(sfloat f) {
 #define AS_UINT(v) ((uint32x16_t)(v))
 #define AS_FLOAT(v) ((float32x16_t)(v))
 
-#define XPU_LAUNCH(kernel, clusters, cores, stream, barriers, ...) \
+#define XPU_LAUNCH(name, kernel, clusters, cores, stream, barriers, ...) \
   kernel<<<clusters, cores, static_cast<XPUStream>(stream)>>>(__VA_ARGS__)
 #endif
 

@@ -10,7 +10,10 @@ namespace xpu {
 constexpr int kChipClusters = 12;
 constexpr int kClusterCores = 64;
 
+// One token a sequence; rows of one column.
 void launch_recurrent(const RecurrentParams& p, int state_dtype, void* stream);
+// Any number of tokens, packed sequences, one pool row a token.
+void launch_recurrent_seq(const RecurrentParams& p, int state_dtype, void* stream);
 
 }  // namespace xpu
 }  // namespace gdn

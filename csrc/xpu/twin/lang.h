@@ -169,9 +169,9 @@ inline uint32_t s_float_to_bits(sfloat f) {
 #define AS_UINT(v) (v)
 #define AS_FLOAT(v) (v)
 
-#define XPU_LAUNCH(kernel, clusters, cores, stream, barriers, ...)                   \
+#define XPU_LAUNCH(name, kernel, clusters, cores, stream, barriers, ...)             \
   do {                                                                               \
     (void)(stream);                                                                  \
-    ::gdn::xpu::twin::launch(#kernel, clusters, cores, barriers,                     \
+    ::gdn::xpu::twin::launch(name, clusters, cores, barriers,                        \
                              [&] { kernel(__VA_ARGS__); });                          \
   } while (0)

@@ -1,0 +1,29 @@
+// Argument blocks in, launches out: what the chip can take, how work is cut, which kernel runs. No
+// torch here, so that the same file serves the twin and the vendor's toolchain.
+#pragma once
+
+#include <stdexcept>
+
+#include "../../args.h"
+
+namespace gdn {
+namespace xpu {
+
+// A call the XPU kernels do not take; the message names the argument.
+class Unsupported : public std::invalid_argument {
+ public:
+  using std::invalid_argument::invalid_argument;
+};
+
+// How many rows of state one unit of work has: large units share q and k, small ones fill the chip.
+struct Cut {
+  int unit;            // rows
+  int units_per_head;  // of V
+  int64_t units;
+};
+Cut cut_rows(int64_t heads, int64_t V);
+
+void recurrent(const RecurrentArgs& a, void* stream);
+
+}  // namespace xpu
+}  // namespace gdn
