@@ -15,5 +15,8 @@ void launch_recurrent(const RecurrentParams& p, int state_dtype, void* stream);
 // Any number of tokens, packed sequences, one pool row a token.
 void launch_recurrent_seq(const RecurrentParams& p, int state_dtype, void* stream);
 
+void launch_conv(const ConvParams& p, void* stream);
+void launch_gated_rms_norm(const NormParams& p, void* stream);
+
 }  // namespace xpu
 }  // namespace gdn

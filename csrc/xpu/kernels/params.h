@@ -51,5 +51,37 @@ struct RecurrentParams {
 };
 static_assert(sizeof(RecurrentParams) <= 512, "launch arguments");
 
+// The convolution alone (H = 0: y = conv(x)) or with split, gates and norm (q, k, v in y, k, v).
+struct ConvParams {
+  Tensor4 x;                     // [B, T, C]
+  uint64_t y, k, v, g, beta;     // contiguous; y, k, v of x's dtype, g and beta float32
+  GateParam weight;              // [C, W]: s0 over channels, weight_s1 over taps
+  int64_t weight_s1;
+  GateParam bias;
+  uint64_t pool;                 // 0: no history, nothing kept
+  int64_t s_p, s_c, s_l;
+  IndexVector rows, cu, accepted;
+  uint64_t has_init;
+  int64_t s_has;
+  Gate a, b;
+  GateParam a_log, dt_bias;
+  int32_t pool_dtype, P, L;
+  int32_t leading, silu, l2norm;
+  int32_t N, T, C, W, H, HV, K, V;
+  int32_t blocks, tiles, tile;   // channel blocks; pieces of `tile` tokens a sequence is cut into
+  int32_t gate_units;            // 0 or 1: whether gates are computed
+};
+static_assert(sizeof(ConvParams) <= 512, "launch arguments");
+
+// x and gate are rows of V channels; y is contiguous, of x's dtype.
+struct NormParams {
+  uint64_t x, gate, y;
+  int64_t s_x, s_gate, rows;
+  GateParam weight;
+  int32_t V, dtype, gate_dtype;
+  float eps, inv_v;
+  int32_t pad;
+};
+
 }  // namespace xpu
 }  // namespace gdn

@@ -9,6 +9,7 @@ namespace xpu {
 namespace {
 
 constexpr int64_t kChipCores = kChipClusters * kClusterCores;
+constexpr int64_t kMaxNorm = 256;
 constexpr int64_t kMaxK = 256;  // rows and keys of a core's local memory
 
 uint64_t address(const void* p) { return reinterpret_cast<uint64_t>(p); }
@@ -42,6 +43,70 @@ void refuse_transposed(const StatePool& s) {
         "state: the XPU kernels take a [P, HV, V, K] pool with K contiguous; this is the "
         "transposed view of a [P, HV, K, V] pool");
 }
+
+constexpr int64_t kMaxConvTaps = 4;       // W
+constexpr int64_t kMaxHistoryBytes = 16;  // of one channel whose columns are contiguous
+constexpr int64_t kConvBlockWidth = 128;
+constexpr int64_t kConvTile = 64;  // tokens a core convolves of a long prompt
+
+void set_sequences(const Sequences& s, IndexVector* rows, IndexVector* cu, IndexVector* accepted,
+                   uint64_t* has_init, int64_t* s_has) {
+  *rows = index_vector(s.state_indices);
+  *cu = index_vector(s.cu_seqlens);
+  *accepted = index_vector(s.num_accepted);
+  *has_init = address(s.has_initial_state);
+  *s_has = s.s_has;
+}
+
+// Everything but heads and outputs.
+ConvParams conv_params(const ConvArgs& a) {
+  if (a.W > kMaxConvTaps)
+    throw Unsupported("conv_weight: the XPU convolution takes W up to " +
+                      std::to_string(kMaxConvTaps) + ", got " + std::to_string(a.W));
+  bool by_channel = (a.weight.s0 == a.W || a.C == 1) && (a.weight.s1 == 1 || a.W == 1);
+  if (!by_channel && a.weight.s0 != 1)
+    throw Unsupported("conv_weight: the XPU convolution needs [C, W] contiguous or transposed, got "
+                      "strides (" + std::to_string(a.weight.s0) + ", " +
+                      std::to_string(a.weight.s1) + ")");
+  if (a.bias.ptr && a.bias.s0 != 1 && a.C > 1)
+    throw Unsupported("conv_bias: the XPU convolution needs a contiguous bias");
+  if (a.state.ptr && a.W > 1) {
+    int64_t bytes = a.state.L * (a.state.dtype == DType::f32 ? 4 : 2);
+    if (a.state.s_c != 1 && a.state.s_l != 1 && a.state.L > 1)
+      throw Unsupported("conv_state: the XPU convolution needs contiguous channels or contiguous "
+                        "columns");
+    if (a.state.s_c != 1 && bytes > kMaxHistoryBytes)
+      throw Unsupported("conv_state: the XPU convolution takes at most " +
+                        std::to_string(kMaxHistoryBytes) + " bytes a channel where columns are "
+                        "contiguous, got L = " + std::to_string(a.state.L) +
+                        "; keep the pool channels-last");
+  }
+  ConvParams p{};
+  p.x = tensor4(a.x, "x");
+  p.weight = gate_param(a.weight);
+  p.weight_s1 = a.weight.s1;
+  p.bias = gate_param(a.bias);
+  p.pool = address(a.state.ptr);
+  p.s_p = a.state.s_p;
+  p.s_c = a.state.s_c;
+  p.s_l = a.state.s_l;
+  p.pool_dtype = static_cast<int32_t>(a.state.dtype);
+  p.P = static_cast<int32_t>(a.state.P);
+  p.L = static_cast<int32_t>(a.state.L);
+  p.leading = a.state.leading;
+  p.silu = a.silu;
+  set_sequences(a.seqs, &p.rows, &p.cu, &p.accepted, &p.has_init, &p.s_has);
+  p.N = static_cast<int32_t>(a.seqs.N);
+  p.T = static_cast<int32_t>(a.seqs.T);
+  p.C = static_cast<int32_t>(a.C);
+  p.W = static_cast<int32_t>(a.W);
+  bool cut = !a.seqs.cu_seqlens.ptr && !a.seqs.num_accepted.ptr && a.seqs.T > kConvTile;
+  p.tile = static_cast<int32_t>(cut ? kConvTile : a.seqs.T);
+  p.tiles = static_cast<int32_t>(cut ? (a.seqs.T + kConvTile - 1) / kConvTile : 1);
+  return p;
+}
+
+int32_t pieces(int64_t n, int64_t size) { return static_cast<int32_t>((n + size - 1) / size); }
 
 }  // namespace
 
@@ -84,11 +149,7 @@ void recurrent(const RecurrentArgs& a, void* stream) {
   p.s_p = a.state.s_p;
   p.s_h = a.state.s_h;
   p.s_v = a.state.s_v;
-  p.rows = index_vector(a.seqs.state_indices);
-  p.cu = index_vector(a.seqs.cu_seqlens);
-  p.accepted = index_vector(a.seqs.num_accepted);
-  p.has_init = address(a.seqs.has_initial_state);
-  p.s_has = a.seqs.s_has;
+  set_sequences(a.seqs, &p.rows, &p.cu, &p.accepted, &p.has_init, &p.s_has);
   Cut cut = cut_rows(a.seqs.N * a.HV, a.V);
   p.units = cut.units;
   p.unit = cut.unit;
@@ -108,6 +169,83 @@ void recurrent(const RecurrentArgs& a, void* stream) {
     launch_recurrent(p, static_cast<int>(a.state.dtype), stream);
   else
     launch_recurrent_seq(p, static_cast<int>(a.state.dtype), stream);
+}
+
+void short_conv(const ConvArgs& a, void* stream) {
+  if (a.seqs.N == 0 || a.seqs.T == 0 || a.C == 0) return;
+  ConvParams p = conv_params(a);
+  p.y = address(a.y.ptr);
+  p.blocks = pieces(a.C, kConvBlockWidth);
+  launch_conv(p, stream);
+}
+
+void conv_gating(const ConvGatingArgs& a, void* stream) {
+  if (a.conv.seqs.N == 0 || a.conv.seqs.T == 0) return;
+  ConvParams p = conv_params(a.conv);
+  if (a.l2norm && a.K > kConvBlockWidth)
+    throw Unsupported("K = " + std::to_string(a.K) + ": conv_gating with qk_l2norm takes K up to " +
+                      std::to_string(kConvBlockWidth) + " on the XPU");
+  p.y = address(a.q.ptr);
+  p.k = address(a.k.ptr);
+  p.v = address(a.v.ptr);
+  p.g = address(a.g);
+  p.beta = address(a.beta);
+  p.H = static_cast<int32_t>(a.H);
+  p.HV = static_cast<int32_t>(a.HV);
+  p.K = static_cast<int32_t>(a.K);
+  p.V = static_cast<int32_t>(a.V);
+  p.l2norm = a.l2norm;
+  p.a = gate(a.gates.g);
+  p.b = gate(a.gates.beta);
+  p.a_log = gate_param(a.gates.A_log);
+  p.dt_bias = gate_param(a.gates.dt_bias);
+  p.blocks = 2 * (a.l2norm ? static_cast<int32_t>(a.H) : pieces(a.H * a.K, kConvBlockWidth)) +
+             pieces(a.HV * a.V, kConvBlockWidth);
+  p.gate_units = 1;
+  launch_conv(p, stream);
+}
+
+void gating(const GatingArgs& a, void* stream) {
+  if (a.rows_b == 0 || a.rows_t == 0 || a.HV == 0) return;
+  ConvParams p{};
+  p.g = address(a.g);
+  p.beta = address(a.beta);
+  p.a = gate(a.a);
+  p.b = gate(a.b);
+  p.a_log = gate_param(a.A_log);
+  p.dt_bias = gate_param(a.dt_bias);
+  p.N = static_cast<int32_t>(a.rows_b);
+  p.P = p.N;
+  p.T = static_cast<int32_t>(a.rows_t);
+  p.HV = static_cast<int32_t>(a.HV);
+  p.tile = 16;
+  p.tiles = pieces(a.rows_t, p.tile);
+  p.gate_units = 1;
+  launch_conv(p, stream);
+}
+
+void gated_rms_norm(const NormArgs& a, void* stream) {
+  if (a.rows == 0) return;
+  if (a.V > kMaxNorm)
+    throw Unsupported("V = " + std::to_string(a.V) + ": the XPU norm takes V up to " +
+                      std::to_string(kMaxNorm));
+  if (a.weight.s0 != 1 && a.V > 1)
+    throw Unsupported("weight: the XPU norm needs a contiguous weight, got stride " +
+                      std::to_string(a.weight.s0));
+  NormParams p{};
+  p.x = address(a.x);
+  p.gate = address(a.gate);
+  p.y = address(a.y);
+  p.s_x = a.s_x;
+  p.s_gate = a.s_gate;
+  p.rows = a.rows;
+  p.weight = gate_param(a.weight);
+  p.V = static_cast<int32_t>(a.V);
+  p.dtype = static_cast<int32_t>(a.dtype);
+  p.gate_dtype = static_cast<int32_t>(a.gate_dtype);
+  p.eps = a.eps;
+  p.inv_v = 1.0f / static_cast<float>(a.V);
+  launch_gated_rms_norm(p, stream);
 }
 
 }  // namespace xpu

@@ -24,6 +24,10 @@ struct Cut {
 Cut cut_rows(int64_t heads, int64_t V);
 
 void recurrent(const RecurrentArgs& a, void* stream);
+void short_conv(const ConvArgs& a, void* stream);
+void conv_gating(const ConvGatingArgs& a, void* stream);
+void gating(const GatingArgs& a, void* stream);
+void gated_rms_norm(const NormArgs& a, void* stream);
 
 }  // namespace xpu
 }  // namespace gdn

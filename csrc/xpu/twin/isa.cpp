@@ -549,6 +549,16 @@ Vec vvadd_float32x16(const Vec& a, const Vec& b, Where where) {
   return r;
 }
 
+Vec vvmul_float32x16(const Vec& a, const Vec& b, Where where) {
+  require(a, "vvmul", where);
+  require(b, "vvmul", where);
+  current->counters.vector += 1;
+  Vec r;
+  LANES(i, 16) r.f[i] = a.f[i] * b.f[i];
+  r.defined = true;
+  return r;
+}
+
 Vec vvor_int32x16(const Vec& a, const Vec& b, Where where) {
   require(a, "vvor", where);
   require(b, "vvor", where);
