@@ -83,6 +83,53 @@ Tensor op_recurrent_gated(const Tensor& q, const Tensor& k, const Tensor& v, con
                           qk_l2norm);
 }
 
+Tensor window_common(const char* op, const Tensor& q, const Tensor& k, const Tensor& v,
+                     const Tensor& g, const Tensor& beta, Tensor* state, const WindowTensors& window,
+                     const SeqTensors& seq, std::optional<double> scale, bool qk_l2norm) {
+  RecurrentArgs a =
+      recurrent_args(op, q, k, v, {g, beta}, state, &window, seq, scale, qk_l2norm);
+  Tensor o = token_output(q, {q.size(0), q.size(1), a.HV, a.V}, seq.cu_seqlens);
+  a.out = view_of(o, a.V);
+  launch(op, q, [&](void* stream) { recurrent_window(a, stream); });
+  return o;
+}
+
+Tensor op_recurrent_buffered(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g,
+                             const Tensor& beta, Tensor& state, Tensor& win_k, Tensor& win_u,
+                             Tensor& win_g, Tensor& win_fill, const OptTensor& state_indices,
+                             const OptTensor& has_initial_state, const OptTensor& cu_seqlens,
+                             const OptTensor& num_accepted, std::optional<double> scale,
+                             bool qk_l2norm) {
+  return window_common("recurrent_buffered", q, k, v, g, beta, &state,
+                       {win_k, win_u, win_g, win_fill},
+                       {state_indices, has_initial_state, cu_seqlens, num_accepted}, scale,
+                       qk_l2norm);
+}
+
+Tensor op_recurrent_lowrank(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g,
+                            const Tensor& beta, Tensor& win_k, Tensor& win_u, Tensor& win_g,
+                            Tensor& win_fill, const OptTensor& state_indices,
+                            const OptTensor& has_initial_state, const OptTensor& cu_seqlens,
+                            const OptTensor& num_accepted, std::optional<double> scale,
+                            bool qk_l2norm) {
+  return window_common("recurrent_lowrank", q, k, v, g, beta, nullptr,
+                       {win_k, win_u, win_g, win_fill},
+                       {state_indices, has_initial_state, cu_seqlens, num_accepted}, scale,
+                       qk_l2norm);
+}
+
+void op_window_flush(Tensor& state, Tensor& win_k, Tensor& win_u, Tensor& win_g, Tensor& win_fill,
+                     const OptTensor& state_indices) {
+  const WindowTensors window{win_k, win_u, win_g, win_fill};
+  RecurrentArgs a = window_args("window_flush", &state, &window, win_fill, state_indices);
+  launch("window_flush", win_fill, [&](void* stream) { window_flush(a, stream); });
+}
+
+void op_window_reset(Tensor& win_fill, const OptTensor& state_indices) {
+  RecurrentArgs a = window_args("window_reset", nullptr, nullptr, win_fill, state_indices);
+  launch("window_reset", win_fill, [&](void* stream) { window_reset(a, stream); });
+}
+
 std::tuple<Tensor, Tensor> op_gating(const Tensor& a, const Tensor& b, const Tensor& A_log,
                                      const Tensor& dt_bias) {
   GatingArgs args = gating_args("gating", a, b, A_log, dt_bias);
@@ -167,6 +214,10 @@ TORCH_LIBRARY_IMPL(gdn, GDN_XPU_KEY, m) {
   using namespace gdn::xpu;
   m.impl("recurrent", &op_recurrent);
   m.impl("recurrent_gated", &op_recurrent_gated);
+  m.impl("recurrent_buffered", &op_recurrent_buffered);
+  m.impl("recurrent_lowrank", &op_recurrent_lowrank);
+  m.impl("window_flush", &op_window_flush);
+  m.impl("window_reset", &op_window_reset);
   m.impl("gating", &op_gating);
   m.impl("short_conv", &op_short_conv);
   m.impl("conv_gating", &op_conv_gating);

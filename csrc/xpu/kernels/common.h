@@ -37,9 +37,10 @@ __device__ inline gm_addr tensor_at(const Tensor4& x, int64_t b, int64_t t, int6
 __device__ inline sfloat softplus(sfloat x) {
   if (x > 20.0f) return x;
   sfloat e = s_exp(x);
-  // log(1 + e) loses e below 2^-24; there the series e - e^2/2 is exact to float.
-  if (e < 1e-4f) return e - 0.5f * e * e;
-  return s_log(1.0f + e);
+  sfloat u = 1.0f + e;
+  if (u == 1.0f) return e;
+  // log(u) is off by what 1 + e rounded away; e / (u - 1) puts it back.
+  return s_log(u) * s_div(e, u - 1.0f);
 }
 
 __device__ inline sfloat sigmoid(sfloat x) { return s_div(1.0f, 1.0f + s_exp(-x)); }

@@ -15,6 +15,10 @@ void launch_recurrent(const RecurrentParams& p, int state_dtype, void* stream);
 // Any number of tokens, packed sequences, one pool row a token.
 void launch_recurrent_seq(const RecurrentParams& p, int state_dtype, void* stream);
 
+// One token: outputs and updates. Then `append` makes its keys, gates and fill count permanent; the
+// two are separate launches because cores of one head read what the second writes.
+void launch_window_step(const WindowParams& p, void* stream);
+void launch_window_append(const WindowParams& p, void* stream);
 void launch_conv(const ConvParams& p, void* stream);
 void launch_gated_rms_norm(const NormParams& p, void* stream);
 

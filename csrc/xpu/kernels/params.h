@@ -51,6 +51,26 @@ struct RecurrentParams {
 };
 static_assert(sizeof(RecurrentParams) <= 512, "launch arguments");
 
+// Windows of pending updates, with a base state (state != 0) or without (low-rank).
+struct WindowParams {
+  Tensor4 q, k, v, out;
+  Gate g, beta;
+  uint64_t state;
+  int64_t s_p, s_h, s_v;
+  uint64_t win_k, win_u, win_g, fill;
+  int32_t sk_p, sk_h, sk_r, su_p, su_h, su_r, sg_p, sg_h, sg_r, s_fill;
+  IndexVector rows, cu, accepted;
+  uint64_t has_init;
+  int32_t s_has, unit, units_per_head, state_dtype;
+  int32_t k_dtype, u_dtype, R, P;
+  int32_t N, T, H, HV;
+  int16_t K, V;
+  int16_t token, l2norm;  // index of the token within its sequence
+  float scale;
+  int32_t flush;  // 1: fold what there is; 2: forget it
+};
+static_assert(sizeof(WindowParams) <= 512, "launch arguments");
+
 // The convolution alone (H = 0: y = conv(x)) or with split, gates and norm (q, k, v in y, k, v).
 struct ConvParams {
   Tensor4 x;                     // [B, T, C]

@@ -1,5 +1,7 @@
 #include "host.h"
 
+#include <cstdint>
+#include <initializer_list>
 #include <string>
 
 #include "../kernels/launch.h"
@@ -169,6 +171,112 @@ void recurrent(const RecurrentArgs& a, void* stream) {
     launch_recurrent(p, static_cast<int>(a.state.dtype), stream);
   else
     launch_recurrent_seq(p, static_cast<int>(a.state.dtype), stream);
+}
+
+namespace {
+
+// The pools, the sequences and the cut; not the tokens.
+WindowParams window_params(const RecurrentArgs& a) {
+  if (a.K != 64 && a.K != 128 && a.K != 256)
+    throw Unsupported("K = " + std::to_string(a.K) + ": the XPU windows take K = 64, 128 or 256");
+  if (a.V % 32 != 0)
+    throw Unsupported("V = " + std::to_string(a.V) + ": the XPU windows take multiples of 32");
+  WindowParams p{};
+  if (a.state.ptr) {
+    refuse_transposed(a.state);
+    p.state = address(a.state.ptr);
+    p.s_p = a.state.s_p;
+    p.s_h = a.state.s_h;
+    p.s_v = a.state.s_v;
+    p.state_dtype = static_cast<int32_t>(a.state.dtype);
+  }
+  const Window& w = a.window;
+  for (int64_t stride : {w.sk_p, w.sk_h, w.sk_r, w.su_p, w.su_h, w.su_r, w.sg_p, w.sg_h, w.sg_r,
+                         w.s_fill})
+    if (stride > INT32_MAX) throw Unsupported("window: a stride exceeds 2^31 elements");
+  p.win_k = address(w.k);
+  p.win_u = address(w.u);
+  p.win_g = address(w.g);
+  p.fill = address(w.fill);
+  p.sk_p = static_cast<int32_t>(w.sk_p);
+  p.sk_h = static_cast<int32_t>(w.sk_h);
+  p.sk_r = static_cast<int32_t>(w.sk_r);
+  p.su_p = static_cast<int32_t>(w.su_p);
+  p.su_h = static_cast<int32_t>(w.su_h);
+  p.su_r = static_cast<int32_t>(w.su_r);
+  p.sg_p = static_cast<int32_t>(w.sg_p);
+  p.sg_h = static_cast<int32_t>(w.sg_h);
+  p.sg_r = static_cast<int32_t>(w.sg_r);
+  p.s_fill = static_cast<int32_t>(w.s_fill);
+  p.k_dtype = static_cast<int32_t>(w.k_dtype);
+  p.u_dtype = static_cast<int32_t>(w.u_dtype);
+  p.R = static_cast<int32_t>(w.R);
+  p.P = static_cast<int32_t>(a.seqs.P);
+  int64_t s_has = 0;
+  set_sequences(a.seqs, &p.rows, &p.cu, &p.accepted, &p.has_init, &s_has);
+  p.s_has = static_cast<int32_t>(s_has);
+  p.N = static_cast<int32_t>(a.seqs.N);
+  p.T = static_cast<int32_t>(a.seqs.T);
+  p.H = static_cast<int32_t>(a.H);
+  p.HV = static_cast<int32_t>(a.HV);
+  p.K = static_cast<int16_t>(a.K);
+  p.V = static_cast<int16_t>(a.V);
+  // Sums over the window have V on the lanes: pieces of whole chunks, whole heads where they fill
+  // the chip, so that a core reads the keys of a window once a key head.
+  int64_t heads = a.seqs.N * a.HV;
+  p.unit = static_cast<int32_t>(a.V);
+  for (int unit : {128, 64, 32}) {
+    if (heads * a.V / p.unit >= kChipCores || a.V % unit != 0) continue;
+    p.unit = unit;
+  }
+  p.units_per_head = pieces(a.V, p.unit);
+  return p;
+}
+
+}  // namespace
+
+void recurrent_window(const RecurrentArgs& a, void* stream) {
+  if (a.seqs.N == 0 || a.seqs.T == 0) return;
+  WindowParams p = window_params(a);
+  p.q = tensor4(a.q, "q");
+  p.k = tensor4(a.k, "k");
+  p.v = tensor4(a.v, "v");
+  p.out = tensor4(a.out, "out");
+  p.g = gate(a.gates.g);
+  p.beta = gate(a.gates.beta);
+  p.l2norm = a.l2norm;
+  p.scale = a.scale;
+  // Lengths are on the device; a packed sequence with a base has at most R tokens.
+  int64_t tokens = a.seqs.T;
+  if (a.seqs.cu_seqlens.ptr && a.state.ptr && tokens > a.window.R) tokens = a.window.R;
+  for (int64_t t = 0; t < tokens; ++t) {
+    p.token = static_cast<int16_t>(t);
+    launch_window_step(p, stream);
+    launch_window_append(p, stream);
+  }
+}
+
+void window_flush(const RecurrentArgs& a, void* stream) {
+  if (a.seqs.N == 0) return;
+  WindowParams p = window_params(a);
+  p.T = 1;
+  p.flush = 1;
+  launch_window_step(p, stream);
+  launch_window_append(p, stream);
+}
+
+void window_reset(const RecurrentArgs& a, void* stream) {
+  if (a.seqs.N == 0) return;
+  WindowParams p{};
+  p.fill = address(a.window.fill);
+  p.s_fill = static_cast<int32_t>(a.window.s_fill);
+  p.P = static_cast<int32_t>(a.seqs.P);
+  p.rows = index_vector(a.seqs.state_indices);
+  p.N = static_cast<int32_t>(a.seqs.N);
+  p.T = 1;
+  p.K = 64;
+  p.flush = 2;
+  launch_window_append(p, stream);
 }
 
 void short_conv(const ConvArgs& a, void* stream) {

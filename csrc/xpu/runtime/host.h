@@ -24,6 +24,10 @@ struct Cut {
 Cut cut_rows(int64_t heads, int64_t V);
 
 void recurrent(const RecurrentArgs& a, void* stream);
+// Both forms of the window decode: with a base (a.state.ptr) or without.
+void recurrent_window(const RecurrentArgs& a, void* stream);
+void window_flush(const RecurrentArgs& a, void* stream);
+void window_reset(const RecurrentArgs& a, void* stream);
 void short_conv(const ConvArgs& a, void* stream);
 void conv_gating(const ConvGatingArgs& a, void* stream);
 void gating(const GatingArgs& a, void* stream);
