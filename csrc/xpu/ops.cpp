@@ -199,6 +199,111 @@ Tensor op_gated_rms_norm(const Tensor& x, const Tensor& gate, const Tensor& weig
   return y;
 }
 
+// Where the layer does not fit one launch: convolution and gates, then the recurrence or a window,
+// then the norm, through scratch of torch's own allocator.
+Tensor decode_common(const char* op, const DecodeTensors& t, int64_t num_k_heads,
+                     int64_t head_k_dim, const SeqTensors& seq, std::optional<double> scale,
+                     bool qk_l2norm, double eps, const std::string& activation,
+                     bool conv_leading) {
+  const Tensor& x = t.projected;
+  DecodeArgs d = decode_args(op, t, num_k_heads, head_k_dim, seq, scale, qk_l2norm, eps,
+                             activation, conv_leading);
+  RecurrentArgs& r = d.recurrent;
+  const int64_t B = x.size(0), T = x.size(1);
+  if (decode_fits(d)) {
+    Tensor y = new_output(x, {B, T, r.HV * r.V});
+    launch(op, x, [&](void* stream) { decode(d, y.data_ptr(), stream); });
+    return y;
+  }
+  // The recurrence normalises instead where a head is wider than the convolution's block.
+  r.l2norm = d.front.l2norm && r.K > kConvNormMax;
+  d.front.l2norm = d.front.l2norm && !r.l2norm;
+  Front front = front_outputs(d.front, x, seq.cu_seqlens);
+  Tensor o = token_output(x, {B, T, r.HV, r.V}, seq.cu_seqlens);
+  Tensor y = new_output(x, {B, T, r.HV * r.V});
+  r.q = d.front.q;
+  r.k = d.front.k;
+  r.v = d.front.v;
+  r.out = view_of(o, r.V);
+  r.gates = Gates{};
+  r.gates.g = view_of(front.g, 1);
+  r.gates.beta = view_of(front.beta, 1);
+  NormArgs n;
+  n.rows = B * T * r.HV;
+  n.V = r.V;
+  n.x = o.data_ptr();
+  n.gate = d.z.ptr;
+  n.y = y.data_ptr();
+  n.dtype = r.out.dtype;
+  n.gate_dtype = d.z.dtype;
+  n.s_x = r.V;
+  n.weight = d.norm_weight;
+  n.eps = d.norm_eps;
+  // Tokens of the projection lie one stride apart when it is contiguous in its first two dimensions.
+  TORCH_CHECK(B <= 1 || T <= 1 || d.z.sb == T * d.z.st, op,
+              ": projected: expected [B, T] with one stride between tokens, got strides ",
+              x.strides());
+  n.s_gate = T > 1 ? d.z.st : d.z.sb;
+  launch(op, x, [&](void* stream) {
+    conv_gating(d.front, stream);
+    if (r.window.fill)
+      recurrent_window(r, stream);
+    else
+      recurrent(r, stream);
+    gated_rms_norm(n, stream, r.HV, r.V);
+  });
+  return y;
+}
+
+Tensor op_decode(const Tensor& projected, const Tensor& conv_weight, const OptTensor& conv_bias,
+                 const Tensor& A_log, const Tensor& dt_bias, const Tensor& norm_weight,
+                 Tensor& conv_state, Tensor& state, int64_t num_k_heads, int64_t head_k_dim,
+                 const OptTensor& state_indices, const OptTensor& has_initial_state,
+                 const OptTensor& cu_seqlens, const OptTensor& num_accepted,
+                 std::optional<double> scale, bool qk_l2norm, double eps, std::string activation,
+                 bool conv_leading) {
+  return decode_common("decode",
+                       {projected, conv_weight, conv_bias, A_log, dt_bias, norm_weight, conv_state,
+                        &state, nullptr},
+                       num_k_heads, head_k_dim,
+                       {state_indices, has_initial_state, cu_seqlens, num_accepted}, scale,
+                       qk_l2norm, eps, activation, conv_leading);
+}
+
+Tensor op_decode_buffered(const Tensor& projected, const Tensor& conv_weight,
+                          const OptTensor& conv_bias, const Tensor& A_log, const Tensor& dt_bias,
+                          const Tensor& norm_weight, Tensor& conv_state, Tensor& state,
+                          Tensor& win_k, Tensor& win_u, Tensor& win_g, Tensor& win_fill,
+                          int64_t num_k_heads, int64_t head_k_dim, const OptTensor& state_indices,
+                          const OptTensor& has_initial_state, const OptTensor& cu_seqlens,
+                          const OptTensor& num_accepted, std::optional<double> scale,
+                          bool qk_l2norm, double eps, std::string activation, bool conv_leading) {
+  const WindowTensors window{win_k, win_u, win_g, win_fill};
+  return decode_common("decode_buffered",
+                       {projected, conv_weight, conv_bias, A_log, dt_bias, norm_weight, conv_state,
+                        &state, &window},
+                       num_k_heads, head_k_dim,
+                       {state_indices, has_initial_state, cu_seqlens, num_accepted}, scale,
+                       qk_l2norm, eps, activation, conv_leading);
+}
+
+Tensor op_decode_lowrank(const Tensor& projected, const Tensor& conv_weight,
+                         const OptTensor& conv_bias, const Tensor& A_log, const Tensor& dt_bias,
+                         const Tensor& norm_weight, Tensor& conv_state, Tensor& win_k,
+                         Tensor& win_u, Tensor& win_g, Tensor& win_fill, int64_t num_k_heads,
+                         int64_t head_k_dim, const OptTensor& state_indices,
+                         const OptTensor& has_initial_state, const OptTensor& cu_seqlens,
+                         const OptTensor& num_accepted, std::optional<double> scale,
+                         bool qk_l2norm, double eps, std::string activation, bool conv_leading) {
+  const WindowTensors window{win_k, win_u, win_g, win_fill};
+  return decode_common("decode_lowrank",
+                       {projected, conv_weight, conv_bias, A_log, dt_bias, norm_weight, conv_state,
+                        nullptr, &window},
+                       num_k_heads, head_k_dim,
+                       {state_indices, has_initial_state, cu_seqlens, num_accepted}, scale,
+                       qk_l2norm, eps, activation, conv_leading);
+}
+
 #if defined(GDN_XPU_TWIN)
 std::string op_twin_report() { return twin::report_json(); }
 void op_twin_configure(std::string key, std::string value) { twin::configure(key, value); }
@@ -222,6 +327,9 @@ TORCH_LIBRARY_IMPL(gdn, GDN_XPU_KEY, m) {
   m.impl("short_conv", &op_short_conv);
   m.impl("conv_gating", &op_conv_gating);
   m.impl("gated_rms_norm", &op_gated_rms_norm);
+  m.impl("decode", &op_decode);
+  m.impl("decode_buffered", &op_decode_buffered);
+  m.impl("decode_lowrank", &op_decode_lowrank);
 }
 
 #if defined(GDN_XPU_TWIN)

@@ -15,6 +15,8 @@ constexpr int kConvHalf = 64;
 constexpr int kConvMaxW = 4;
 constexpr int kConvStaging = 1024;  // 64 channels of at most 16 bytes
 
+__device__ inline int chunks(int width) { return (width + kChunk - 1) / kChunk; }
+
 struct ConvBlock {
   int channel, width;  // of the convolution
   int region;          // 0 q or a plain convolution, 1 k, 2 v
@@ -61,7 +63,7 @@ __device__ inline SequenceMeta read_sequence(const P& p, int n, int64_t rows_in_
 }
 
 // Local memory of the convolution, allocated by the kernel (XPU_LM needs a name in its frame).
-#define XPU_CONV_LM(name)                                      \
+#define XPU_CONV_LM(P, name)                                   \
   XPU_LM(float, name##_win, (kConvMaxW - 1) * kConvBlock);     \
   XPU_LM(float, name##_weight, kConvMaxW * kConvBlock);        \
   XPU_LM(float, name##_bias, kConvBlock);                      \
@@ -69,19 +71,20 @@ __device__ inline SequenceMeta read_sequence(const P& p, int n, int64_t rows_in_
   XPU_LM(char, name##_x, kConvBlock * 4);                      \
   XPU_LM(float, name##_y, kConvBlock);                         \
   XPU_LM(float, name##_scratch, 32);                           \
-  ConvUnit name = {name##_win,     name##_weight, name##_bias, name##_staging, \
+  ConvUnit<P> name = {name##_win,     name##_weight, name##_bias, name##_staging, \
                    name##_x, name##_y,      name##_scratch, -1}
 
+template <typename P>
 struct ConvUnit {
   lm_ptr<float> win, weight, bias;
   lm_ptr<char> staging, x;
   lm_ptr<float> y, scratch;
   int held;  // first channel whose weights are loaded, -1 none
 
-  __device__ static inline int chunks(int width) { return (width + kChunk - 1) / kChunk; }
+  
 
   // weight[w][c], bias[c] as float32.
-  __device__ inline void load_weights(const ConvParams& p, const ConvBlock& b) {
+  __device__ inline void load_weights(const P& p, const ConvBlock& b) {
     if (held == b.channel) return;
     held = b.channel;
     zero_fill(lm_cast<char>(weight), kConvMaxW * kConvBlock * 4);
@@ -116,12 +119,12 @@ struct ConvUnit {
     }
   }
 
-  __device__ inline gm_addr pool_at(const ConvParams& p, int64_t row, int64_t c, int64_t l) const {
+  __device__ inline gm_addr pool_at(const P& p, int64_t row, int64_t c, int64_t l) const {
     return p.pool + static_cast<gm_addr>((row * p.s_p + c * p.s_c + l * p.s_l) *
                                          element_bytes(p.pool_dtype));
   }
 
-  __device__ inline gm_addr x_at(const ConvParams& p, const SequenceMeta& s, int64_t t,
+  __device__ inline gm_addr x_at(const P& p, const SequenceMeta& s, int64_t t,
                                  int64_t channel) const {
     return tensor_at(p.x, s.batch, s.t0 + t, 0) +
            static_cast<gm_addr>(channel * element_bytes(p.x.dtype));
@@ -138,7 +141,7 @@ struct ConvUnit {
   }
 
   // Columns first .. first + W - 2 of the pool into the window.
-  __device__ inline void load_window(const ConvParams& p, const ConvBlock& b, int64_t row,
+  __device__ inline void load_window(const P& p, const ConvBlock& b, int64_t row,
                                      int first) {
     const int eb = element_bytes(p.pool_dtype);
     zero_fill(lm_cast<char>(win), (kConvMaxW - 1) * kConvBlock * 4);
@@ -164,7 +167,7 @@ struct ConvUnit {
   }
 
   // n channels of all L columns into staging.
-  __device__ inline void load_columns(const ConvParams& p, int64_t row, int channel, int n) {
+  __device__ inline void load_columns(const P& p, int64_t row, int channel, int n) {
     const int bytes = p.L * element_bytes(p.pool_dtype);
     if (p.s_c == p.L) {
       XPU_LOAD(pool_at(p, row, channel, 0), staging, n * bytes);
@@ -174,7 +177,7 @@ struct ConvUnit {
     }
     XPU_FENCE(XPU_LM_GM);
   }
-  __device__ inline void store_columns(const ConvParams& p, int64_t row, int channel, int n) {
+  __device__ inline void store_columns(const P& p, int64_t row, int channel, int n) {
     const int bytes = p.L * element_bytes(p.pool_dtype);
     XPU_FENCE(XPU_LM_ONLY);
     if (p.s_c == p.L) {
@@ -194,7 +197,7 @@ struct ConvUnit {
   }
 
   // The input of token t as a float32 row.
-  __device__ inline void load_token(const ConvParams& p, const SequenceMeta& s, const ConvBlock& b,
+  __device__ inline void load_token(const P& p, const SequenceMeta& s, const ConvBlock& b,
                                     int t, lm_ptr<float> to) {
     clear_tail(x, b.width, p.x.dtype);
     XPU_LOAD(x_at(p, s, t, b.channel), x, b.width * element_bytes(p.x.dtype));
@@ -204,7 +207,7 @@ struct ConvUnit {
   }
 
   // Writes a float32 row of local memory as column l of the pool (contiguous channels).
-  __device__ inline void store_column(const ConvParams& p, const ConvBlock& b, int64_t row, int l,
+  __device__ inline void store_column(const P& p, const ConvBlock& b, int64_t row, int l,
                                       lm_ptr<float> from) {
     vf32 lo, hi;
     for (int c = 0; c < chunks(b.width); ++c) {
@@ -217,14 +220,14 @@ struct ConvUnit {
   }
 
   // Sets column l of n staged channels (contiguous columns) from a float32 row.
-  __device__ inline void put_column(const ConvParams& p, int n, int l, lm_ptr<float> from) {
+  __device__ inline void put_column(const P& p, int n, int l, lm_ptr<float> from) {
     for (int c = 0; c < n; ++c)
       put_element(staging, p.pool_dtype, c * p.L + l, lm_get(from, c));
   }
 
   // Leaves the pool as docs/ops.md says; `total` tokens were given. Before the tokens of a
   // speculative call `oldest` is 0 and the window holds the history.
-  __device__ inline void store_window(const ConvParams& p, const ConvBlock& b,
+  __device__ inline void store_window(const P& p, const ConvBlock& b,
                                       const SequenceMeta& s, int oldest) {
     const int keep = p.W - 1;
     const bool shift_all = !p.leading && p.L > keep;
@@ -286,7 +289,7 @@ struct ConvUnit {
   }
 
   // y <- the convolution of token t, whose input replaces the oldest row of the window.
-  __device__ inline void token(const ConvParams& p, const SequenceMeta& s, const ConvBlock& b,
+  __device__ inline void token(const P& p, const SequenceMeta& s, const ConvBlock& b,
                                int t, int oldest) {
     const int keep = p.W - 1;
     clear_tail(x, b.width, p.x.dtype);
@@ -341,7 +344,7 @@ struct ConvUnit {
 
   // Tokens [from, to) of sequence s; `sink(t)` takes y. The pool is written when from is 0.
   template <typename Sink>
-  __device__ inline void run(const ConvParams& p, const ConvBlock& b, const SequenceMeta& s,
+  __device__ inline void run(const P& p, const ConvBlock& b, const SequenceMeta& s,
                              int from, int to, Sink sink) {
     const int keep = p.W - 1;
     load_weights(p, b);
@@ -379,16 +382,16 @@ struct ConvUnit {
   }
 
   // Columns 0 .. W-3 <- the window without its oldest row.
-  __device__ inline void save_shifted(const ConvParams& p, const ConvBlock& b,
+  __device__ inline void save_shifted(const P& p, const ConvBlock& b,
                                       const SequenceMeta& s, int oldest) {
     for (int j = 1; j < p.W - 1; ++j) save_row(p, b, s, (oldest + j) % (p.W - 1), j - 1);
   }
-  __device__ inline void save_token(const ConvParams& p, const ConvBlock& b, const SequenceMeta& s,
+  __device__ inline void save_token(const P& p, const ConvBlock& b, const SequenceMeta& s,
                                     int slot, int column) {
     save_row(p, b, s, slot, column);
   }
   // Column `column` of the pool <- row `slot` of the window.
-  __device__ inline void save_row(const ConvParams& p, const ConvBlock& b, const SequenceMeta& s,
+  __device__ inline void save_row(const P& p, const ConvBlock& b, const SequenceMeta& s,
                                   int slot, int column) {
     if (p.s_c == 1) {
       store_column(p, b, s.row, column, win + slot * kConvBlock);

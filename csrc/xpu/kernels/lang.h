@@ -23,6 +23,12 @@ using lm_ptr = T*;
 typedef _shared_ptr_ char* sm_ptr;
 typedef uint64_t gm_addr;
 
+// The cluster's shared memory, all of it, as one array.
+__shared__ char cluster_memory[256 * 1024];
+__device__ inline sm_ptr sm_at(int offset) {
+  return reinterpret_cast<sm_ptr>(&cluster_memory[offset]);
+}
+
 template <typename U, typename T>
 __device__ inline U* lm_cast(T* p) {
   return reinterpret_cast<U*>(p);

@@ -20,6 +20,7 @@ void launch_recurrent_seq(const RecurrentParams& p, int state_dtype, void* strea
 void launch_window_step(const WindowParams& p, void* stream);
 void launch_window_append(const WindowParams& p, void* stream);
 void launch_conv(const ConvParams& p, void* stream);
+void launch_decode(const DecodeParams& p, int state_dtype, void* stream);
 void launch_gated_rms_norm(const NormParams& p, void* stream);
 
 }  // namespace xpu

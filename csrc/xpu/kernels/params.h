@@ -93,14 +93,37 @@ struct ConvParams {
 };
 static_assert(sizeof(ConvParams) <= 512, "launch arguments");
 
+// One token a sequence, the layer between its projections. `x` is the packed projection, its columns
+// q | k | v | z | b | a; the fields the convolution reads have the names of ConvParams.
+struct DecodeParams {
+  Tensor4 x;
+  uint64_t out;  // [N, HV, V] contiguous, of x's dtype
+  GateParam weight;
+  int64_t weight_s1;
+  GateParam bias;
+  uint64_t pool;
+  int64_t s_p, s_c, s_l;
+  uint64_t state;
+  int64_t state_sp, state_sh, state_sv;
+  IndexVector rows, cu, accepted;
+  uint64_t has_init;
+  int64_t s_has;
+  GateParam a_log, dt_bias, norm_weight;
+  int16_t pool_dtype, leading, silu, l2norm;
+  int32_t P, L, N, C, H, HV, K, V;
+  int16_t W, pad;
+  float scale, eps, inv_v;
+};
+static_assert(sizeof(DecodeParams) <= 512, "launch arguments");
+
 // x and gate are rows of V channels; y is contiguous, of x's dtype.
 struct NormParams {
   uint64_t x, gate, y;
   int64_t s_x, s_gate, rows;
   GateParam weight;
-  int32_t V, dtype, gate_dtype;
+  int64_t s_gate_head;  // row r: gate row at (r / heads) * s_gate + (r % heads) * s_gate_head
+  int32_t V, dtype, gate_dtype, heads;
   float eps, inv_v;
-  int32_t pad;
 };
 
 }  // namespace xpu

@@ -290,9 +290,9 @@ void short_conv(const ConvArgs& a, void* stream) {
 void conv_gating(const ConvGatingArgs& a, void* stream) {
   if (a.conv.seqs.N == 0 || a.conv.seqs.T == 0) return;
   ConvParams p = conv_params(a.conv);
-  if (a.l2norm && a.K > kConvBlockWidth)
+  if (a.l2norm && a.K > kConvNormMax)
     throw Unsupported("K = " + std::to_string(a.K) + ": conv_gating with qk_l2norm takes K up to " +
-                      std::to_string(kConvBlockWidth) + " on the XPU");
+                      std::to_string(kConvNormMax) + " on the XPU");
   p.y = address(a.q.ptr);
   p.k = address(a.k.ptr);
   p.v = address(a.v.ptr);
@@ -332,7 +332,7 @@ void gating(const GatingArgs& a, void* stream) {
   launch_conv(p, stream);
 }
 
-void gated_rms_norm(const NormArgs& a, void* stream) {
+void gated_rms_norm(const NormArgs& a, void* stream, int64_t heads, int64_t s_gate_head) {
   if (a.rows == 0) return;
   if (a.V > kMaxNorm)
     throw Unsupported("V = " + std::to_string(a.V) + ": the XPU norm takes V up to " +
@@ -346,6 +346,8 @@ void gated_rms_norm(const NormArgs& a, void* stream) {
   p.y = address(a.y);
   p.s_x = a.s_x;
   p.s_gate = a.s_gate;
+  p.heads = static_cast<int32_t>(heads);
+  p.s_gate_head = s_gate_head;
   p.rows = a.rows;
   p.weight = gate_param(a.weight);
   p.V = static_cast<int32_t>(a.V);
@@ -354,6 +356,58 @@ void gated_rms_norm(const NormArgs& a, void* stream) {
   p.eps = a.eps;
   p.inv_v = 1.0f / static_cast<float>(a.V);
   launch_gated_rms_norm(p, stream);
+}
+
+bool decode_fits(const DecodeArgs& a) {
+  const RecurrentArgs& r = a.recurrent;
+  return r.seqs.T == 1 && !r.seqs.cu_seqlens.ptr && r.seqs.S == 0 && !r.seqs.num_accepted.ptr &&
+         (r.K == 64 || r.K == 128) && r.V % 32 == 0 && r.V <= kMaxNorm && r.state.s_k == 1 &&
+         !r.window.fill && 2 * (r.K + r.HV / r.H * r.V) * 4 + 256 <= 128 * 1024;
+}
+
+void decode(const DecodeArgs& a, void* out, void* stream) {
+  const RecurrentArgs& r = a.recurrent;
+  if (r.seqs.N == 0) return;
+  const ConvParams c = conv_params(a.front.conv);
+  if (a.norm_weight.s0 != 1 && r.V > 1)
+    throw Unsupported("norm_weight: the XPU norm needs a contiguous weight");
+  DecodeParams p{};
+  p.x = c.x;
+  p.out = address(out);
+  p.weight = c.weight;
+  p.weight_s1 = c.weight_s1;
+  p.bias = c.bias;
+  p.pool = c.pool;
+  p.s_p = c.s_p;
+  p.s_c = c.s_c;
+  p.s_l = c.s_l;
+  p.state = address(r.state.ptr);
+  p.state_sp = r.state.s_p;
+  p.state_sh = r.state.s_h;
+  p.state_sv = r.state.s_v;
+  p.rows = c.rows;
+  p.has_init = c.has_init;
+  p.s_has = c.s_has;
+  p.a_log = gate_param(a.front.gates.A_log);
+  p.dt_bias = gate_param(a.front.gates.dt_bias);
+  p.norm_weight = gate_param(a.norm_weight);
+  p.pool_dtype = static_cast<int16_t>(c.pool_dtype);
+  p.leading = static_cast<int16_t>(c.leading);
+  p.silu = static_cast<int16_t>(c.silu);
+  p.l2norm = a.front.l2norm;
+  p.P = static_cast<int32_t>(r.state.P < a.front.conv.state.P ? r.state.P : a.front.conv.state.P);
+  p.L = c.L;
+  p.N = c.N;
+  p.C = c.C;
+  p.H = static_cast<int32_t>(r.H);
+  p.HV = static_cast<int32_t>(r.HV);
+  p.K = static_cast<int32_t>(r.K);
+  p.V = static_cast<int32_t>(r.V);
+  p.W = static_cast<int16_t>(c.W);
+  p.scale = r.scale;
+  p.eps = a.norm_eps;
+  p.inv_v = 1.0f / static_cast<float>(r.V);
+  launch_decode(p, static_cast<int>(r.state.dtype), stream);
 }
 
 }  // namespace xpu

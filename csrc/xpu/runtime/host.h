@@ -15,6 +15,8 @@ class Unsupported : public std::invalid_argument {
   using std::invalid_argument::invalid_argument;
 };
 
+constexpr int64_t kConvNormMax = 128;  // widest head conv_gating can normalise
+
 // How many rows of state one unit of work has: large units share q and k, small ones fill the chip.
 struct Cut {
   int unit;            // rows
@@ -31,7 +33,11 @@ void window_reset(const RecurrentArgs& a, void* stream);
 void short_conv(const ConvArgs& a, void* stream);
 void conv_gating(const ConvGatingArgs& a, void* stream);
 void gating(const GatingArgs& a, void* stream);
-void gated_rms_norm(const NormArgs& a, void* stream);
+// `heads` rows of the gate share a token of stride s_gate and lie s_gate_head apart.
+void gated_rms_norm(const NormArgs& a, void* stream, int64_t heads = 1, int64_t s_gate_head = 0);
+// Whether one launch can do the whole layer; otherwise the caller chains the ops above.
+bool decode_fits(const DecodeArgs& a);
+void decode(const DecodeArgs& a, void* out, void* stream);
 
 }  // namespace xpu
 }  // namespace gdn

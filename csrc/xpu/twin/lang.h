@@ -19,6 +19,7 @@ template <typename T>
 using lm_ptr = twin::LmPtr<T>;
 using sm_ptr = twin::SmPtr;
 using gm_addr = uint64_t;
+inline sm_ptr sm_at(int offset) { return sm_ptr{static_cast<uint32_t>(offset)}; }
 
 namespace twin {
 

@@ -365,6 +365,10 @@ void* lm_alloc(size_t bytes, Where where) {
   if (used > static_cast<uint64_t>(kLmUsable))
     fail(where, "local memory exhausted: " + std::to_string(used) + " of " +
                     std::to_string(kLmUsable) + " bytes, stack reserve included");
+  // The bytes may have served another array: what that left behind must not be read, and no
+  // transfer may still be using them.
+  check_flags(at, c.lm_top - at, kPendLoad | kPendStore, "allocation", where);
+  std::memset(c.shadow + at, kUninit, c.lm_top - at);
   return c.lm + at;
 }
 
@@ -419,22 +423,28 @@ void dma_store(const Site& site, const void* lm, uint64_t gm, int64_t bytes) {
   record(gm, bytes, true, site.where);
 }
 
+namespace {
+void clear_flags(Core& c, bool transfers) {
+  uint8_t clear = kVectorDirty | kScalarDirty | kRead;
+  if (transfers) clear |= kPendLoad | kPendStore;
+  uint8_t keep = static_cast<uint8_t>(~clear);
+  for (size_t i = c.touched_lo; i < c.touched_hi; ++i) c.shadow[i] &= keep;
+  if (transfers) {
+    c.touched_lo = kLmBytes;
+    c.touched_hi = 0;
+  }
+}
+}  // namespace
+
 void fence(const Site& site, int spaces) {
   if (site.mutated("fence-drop")) return;
   Core& c = *current;
   c.counters.fences += 1;
   if (spaces & kFenceLm) {
-    uint8_t clear = kVectorDirty | kScalarDirty | kRead;
     // A transfer between GM and LM is complete only when both sides are.
     bool transfers = spaces & kFenceGm;
-    if (transfers) clear |= kPendLoad | kPendStore;
-    uint8_t keep = static_cast<uint8_t>(~clear);
-    for (size_t i = c.touched_lo; i < c.touched_hi; ++i) c.shadow[i] &= keep;
-    if (transfers) {
-      c.pending.clear();
-      c.touched_lo = kLmBytes;
-      c.touched_hi = 0;
-    }
+    clear_flags(c, transfers);
+    if (transfers) c.pending.clear();
   }
   if (spaces & kFenceSm) c.fence_id += 1;
 }
@@ -444,9 +454,9 @@ void barrier(const Site& site) {
   if (!c.barriers) fail(site.where, "barrier in a kernel launched without barriers");
   if (site.mutated("barrier-drop")) return;
   Core* self = current;
-  if (!self->pending.empty())
-    fail(site.where, "barrier while a transfer issued at line " +
-                         std::to_string(self->pending.front().line) + " has no fence");
+  // The vendor's barrier begins with a fence over every space.
+  clear_flags(*self, true);
+  self->pending.clear();
   self->counters.barriers += 1;
   self->fence_id += 1;
   c.state[self->core] = 1;
