@@ -1,0 +1,98 @@
+// Tensors in, argument blocks out: every check of every op, shared by all backends.
+//
+// A builder throws before anything is written. `check_values` looks at lengths and indices and is
+// for backends whose data lives on the host; device backends never read them (docs/architecture.md).
+#pragma once
+
+#include <initializer_list>
+#include <optional>
+#include <string>
+
+#include <ATen/core/Tensor.h>
+
+#include "args.h"
+
+namespace gdn {
+
+using OptTensor = std::optional<at::Tensor>;
+
+// What every op that walks sequences shares.
+struct SeqTensors {
+  const OptTensor& state_indices;
+  const OptTensor& has_initial_state;
+  const OptTensor& cu_seqlens;
+  const OptTensor& num_accepted;
+};
+
+struct WindowTensors {
+  const at::Tensor &k, &u, &g, &fill;
+};
+
+// Raises if grad mode is on and one of the tensors requires grad (ops with no backward).
+void refuse_grad(const char* op, std::initializer_list<const at::Tensor*> tensors);
+
+DType dtype_of(const char* op, const char* name, const at::Tensor& t);
+at::ScalarType scalar_type(DType d);
+
+// `gates` = {g, beta} or, with A_log and dt_bias, {a, b}. Output not set.
+struct GateTensors {
+  const at::Tensor &g, &beta;
+  const at::Tensor* A_log = nullptr;
+  const at::Tensor* dt_bias = nullptr;
+};
+
+// `state` null: low-rank; `window` null: full. The caller sets `out`.
+RecurrentArgs recurrent_args(const char* op, const at::Tensor& q, const at::Tensor& k,
+                             const at::Tensor& v, const GateTensors& gates,
+                             const at::Tensor* state, const WindowTensors* window,
+                             const SeqTensors& seq, std::optional<double> scale, bool qk_l2norm);
+
+// Only the pool, the window and the rows (window_flush, window_reset).
+RecurrentArgs window_args(const char* op, const at::Tensor* state, const WindowTensors* window,
+                          const at::Tensor& fill, const OptTensor& state_indices);
+
+GatingArgs gating_args(const char* op, const at::Tensor& a, const at::Tensor& b,
+                       const at::Tensor& A_log, const at::Tensor& dt_bias);
+
+// Pool form; the caller sets `y`.
+ConvArgs conv_args(const char* op, const at::Tensor& x, const at::Tensor& weight,
+                   const OptTensor& bias, const at::Tensor& conv_state, const SeqTensors& seq,
+                   const std::string& activation, bool conv_leading);
+
+// Functional form: `initial_state` [N, C, L] or absent, `L` = columns of the final state.
+ConvArgs conv1d_args(const char* op, const at::Tensor& x, const at::Tensor& weight,
+                     const OptTensor& bias, const OptTensor& initial_state,
+                     const OptTensor& cu_seqlens, const std::string& activation,
+                     std::optional<int64_t> state_len);
+
+ConvGatingArgs conv_gating_args(const char* op, const at::Tensor& mixed_qkv, const at::Tensor& a,
+                                const at::Tensor& b, const at::Tensor& conv_weight,
+                                const OptTensor& conv_bias, const at::Tensor& A_log,
+                                const at::Tensor& dt_bias, const at::Tensor& conv_state,
+                                int64_t num_k_heads, int64_t head_k_dim, const SeqTensors& seq,
+                                bool qk_l2norm, const std::string& activation, bool conv_leading);
+
+// x and gate [..., V] with rows viewable as one dimension; the caller sets `y`.
+NormArgs norm_args(const char* op, const at::Tensor& x, const at::Tensor& gate,
+                   const at::Tensor& weight, double eps);
+
+struct DecodeTensors {
+  const at::Tensor &projected, &conv_weight;
+  const OptTensor& conv_bias;
+  const at::Tensor &A_log, &dt_bias, &norm_weight, &conv_state;
+  const at::Tensor* state;
+  const WindowTensors* window;
+};
+DecodeArgs decode_args(const char* op, const DecodeTensors& t, int64_t num_k_heads,
+                       int64_t head_k_dim, const SeqTensors& seq, std::optional<double> scale,
+                       bool qk_l2norm, double eps, const std::string& activation,
+                       bool conv_leading);
+
+// Host-readable metadata only: lengths ascend and end at T, rows exist, accepted counts fit.
+void check_values(const char* op, const Sequences& s);
+
+// Fresh contiguous output with the device and dtype of `like`.
+at::Tensor new_output(const at::Tensor& like, at::IntArrayRef sizes);
+View view_of(at::Tensor& t, int64_t head_dim);
+
+}  // namespace gdn
