@@ -129,7 +129,6 @@ struct Keys {
     for (int c = 0; c < NG; ++c)
       load_activation<ST>(raw_q, q_dtype, c, z, ordered, q[2 * c], q[2 * c + 1]);
     if (ST == kBf16 && k_dtype != kBf16) {
-      XPU_FENCE(XPU_LM_ONLY);
       split_even_odd(raw_k, k_dtype, NG * 32, ordered);
       XPU_FENCE(XPU_LM_ONLY);
     }
@@ -156,10 +155,9 @@ struct Keys {
     }
     rq = rq * scale_q;
     for (int i = 0; i < 2 * NG; ++i) scale(q[i], rq);
+    // This sum's fence also ends all reads of the raw buffers: they may be refilled from here on.
     lane_sums(acc_kq, acc_kq, scratch, &kq, &twice);
     kq = kq * (rk * rq);
-    // The raw buffers may be refilled from here on.
-    XPU_FENCE(XPU_LM_ONLY);
   }
 };
 

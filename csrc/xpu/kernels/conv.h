@@ -89,7 +89,6 @@ struct ConvUnit {
     held = b.channel;
     zero_fill(lm_cast<char>(weight), kConvMaxW * kConvBlock * 4);
     zero_fill(lm_cast<char>(bias), kConvBlock * 4);
-    XPU_FENCE(XPU_LM_ONLY);
     const int eb = element_bytes(p.weight.dtype);
     for (int h = 0; h < b.width; h += kConvHalf) {
       const int n = min_int(kConvHalf, b.width - h);
@@ -145,7 +144,6 @@ struct ConvUnit {
                                      int first) {
     const int eb = element_bytes(p.pool_dtype);
     zero_fill(lm_cast<char>(win), (kConvMaxW - 1) * kConvBlock * 4);
-    XPU_FENCE(XPU_LM_ONLY);
     if (p.s_c == 1) {
       for (int j = 0; j < p.W - 1; ++j) {
         clear_tail(staging, b.width, p.pool_dtype);

@@ -45,7 +45,6 @@ __device__ inline WindowCall read_call(const WindowParams& p, int n, lm_ptr<char
   XPU_LOAD(p.fill + static_cast<gm_addr>(s->row * p.s_fill * 4), meta + 40, 4);
   XPU_FENCE(XPU_LM_GM);
   int fill = lm_get(lm_cast<int32_t>(meta + 40), 0);
-  XPU_FENCE(XPU_LM_ONLY);
   if (fill < 0) fill = 0;
   if (p.flush) {
     c.fold = p.flush == 1 && fill > 0;
