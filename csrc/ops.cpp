@@ -83,5 +83,4 @@ TORCH_LIBRARY(gdn, m) {
   m.def("get_precision() -> str");
   m.def("cpu_isa() -> str");
   m.def("cpu_isas() -> str[]");
-  m.def("build_info() -> str");
 }

@@ -1,0 +1,12 @@
+// Every CPU kernel, for one instruction set. The includer is inside that set's namespace.
+#include "vec.h"
+#include "rows.h"
+#include "recurrent.h"
+
+#define GDN_STRINGIFY_(x) #x
+#define GDN_STRINGIFY(x) GDN_STRINGIFY_(x)
+
+extern const Kernels table;
+const Kernels table = {
+    GDN_STRINGIFY(GDN_ISA), GDN_ISA_DESCRIPTION, supported, recurrent,
+};

@@ -1,0 +1,299 @@
+// The gated delta rule, token by token, state in place.
+// Included inside the namespace of one instruction set, after rows.h.
+//
+// Both products with the state read the *old* state (u from S k, o from S q and k.q), so a token costs
+// one pass that reads a block of rows and one that rewrites it while it is still in L1. Rows of V are
+// independent of each other over all tokens: a task is (sequence, value head, block of rows), and what
+// a row computes does not depend on the block or the thread it falls into.
+
+// Old rows kept in flight ahead of the arithmetic; measured in docs/cpu.md.
+constexpr int64_t kPrefetchRows = 8;
+constexpr int kRowBlock = 4;           // rows a step: 8 independent sums hide the FMA latency
+constexpr int kColumnVectors = 4;      // the same for the transposed pool
+constexpr int64_t kScratchRows = 16;   // rows held in f32 over the tokens of a call
+
+// What one token of one head contributes, the same for every row.
+struct TokenInput {
+  const KeyQuery* kq;
+  const float* v;  // [V]
+  float decay, beta, scale;
+};
+
+// R rows of K contiguous elements, s_v apart. o[R] receives the outputs.
+// `ahead`: the row that will be needed kPrefetchRows later, or null.
+template <int R, class T>
+GDN_INLINE void step_rows(T* S, int64_t s_v, int64_t K, const TokenInput& x, const float* v, float* o,
+                          const T* ahead, int64_t ahead_stride) {
+  F sk[4] = {zero(), zero(), zero(), zero()}, sq[4] = {zero(), zero(), zero(), zero()};
+  const float *k = x.kq->k, *q = x.kq->q;
+  for_lanes(K, [&](int64_t i, auto lanes) {
+    const F kv = load(k + i), qv = load(q + i);
+    for (int r = 0; r < R; ++r) {
+      const F s = load_lanes(S + r * s_v + i, lanes);
+      sk[r] = fma(s, kv, sk[r]);
+      sq[r] = fma(s, qv, sq[r]);
+    }
+    if (ahead && i * sizeof(T) % 64 == 0) {
+      for (int r = 0; r < R; ++r) prefetch(ahead + r * ahead_stride + i);
+    }
+  });
+  float k_dot[4], q_dot[4];
+  sum4(sk, k_dot);
+  sum4(sq, q_dot);
+  F u[R];
+  for (int r = 0; r < R; ++r) {
+    const float e = x.beta * (v[r] - x.decay * k_dot[r]);
+    o[r] = x.scale * (x.decay * q_dot[r] + x.kq->kq * e);
+    u[r] = broadcast(e);
+  }
+  const F decay = broadcast(x.decay);
+  for_lanes(K, [&](int64_t i, auto lanes) {
+    const F kv = load(k + i);
+    for (int r = 0; r < R; ++r) {
+      T* p = S + r * s_v + i;
+      store_lanes(p, fma(u[r], kv, decay * load_lanes(p, lanes)), lanes);
+    }
+  });
+}
+
+// Rows [0, n) of a head.
+template <class T>
+static void step_row_range(T* S, int64_t s_v, int64_t n, int64_t K, const TokenInput& x,
+                           const float* v, float* o, const T* next) {
+  int64_t r = 0;
+  for (; r + kRowBlock <= n; r += kRowBlock) {
+    const T* ahead = nullptr;
+    if (next) {
+      const int64_t target = r + kPrefetchRows;
+      ahead = target < n ? S + target * s_v : next + (target - n) * s_v;
+    }
+    step_rows<kRowBlock>(S + r * s_v, s_v, K, x, v + r, o + r, ahead, s_v);
+  }
+  for (; r < n; ++r) step_rows<1>(S + r * s_v, s_v, K, x, v + r, o + r, (const T*)nullptr, s_v);
+}
+
+// The transposed pool: K rows of V contiguous elements, s_k apart; J registers of columns a step.
+template <int J, class T, class Lanes>
+GDN_INLINE void step_columns(T* S, int64_t s_k, int64_t K, const TokenInput& x, const float* v,
+                             float* o, const T* ahead, Lanes lanes) {
+  F sk[J], sq[J];
+  for (int j = 0; j < J; ++j) sk[j] = sq[j] = zero();
+  const float *k = x.kq->k, *q = x.kq->q;
+  for (int64_t i = 0; i < K; ++i) {
+    const F kv = broadcast(k[i]), qv = broadcast(q[i]);
+    for (int j = 0; j < J; ++j) {
+      const F s = load_lanes(S + i * s_k + j * kLanes, lanes);
+      sk[j] = fma(s, kv, sk[j]);
+      sq[j] = fma(s, qv, sq[j]);
+    }
+  }
+  F u[J];
+  const F decay = broadcast(x.decay), beta = broadcast(x.beta), scale = broadcast(x.scale);
+  const F kq = broadcast(x.kq->kq);
+  for (int j = 0; j < J; ++j) {
+    u[j] = beta * (load_lanes(v + j * kLanes, lanes) - decay * sk[j]);
+    store_lanes(o + j * kLanes, scale * fma(kq, u[j], decay * sq[j]), lanes);
+  }
+  for (int64_t i = 0; i < K; ++i) {
+    const F kv = broadcast(k[i]);
+    for (int j = 0; j < J; ++j) {
+      T* p = S + i * s_k + j * kLanes;
+      store_lanes(p, fma(u[j], kv, decay * load_lanes(p, lanes)), lanes);
+    }
+    if (ahead) {
+      for (size_t j = 0; j < J * kLanes * sizeof(T); j += 64) {
+        prefetch(reinterpret_cast<const char*>(ahead + i * s_k) + j);
+      }
+    }
+  }
+}
+
+template <class T>
+static void step_column_range(T* S, int64_t s_k, int64_t n, int64_t K, const TokenInput& x,
+                              const float* v, float* o, const T* next) {
+  using Full = std::integral_constant<int, kLanes>;
+  constexpr int64_t block = kColumnVectors * kLanes;
+  int64_t c = 0;
+  for (; c + block <= n; c += block) {
+    const T* ahead = next ? (c + 2 * block <= n ? S + c + block : next) : nullptr;
+    step_columns<kColumnVectors>(S + c, s_k, K, x, v + c, o + c, ahead, Full());
+  }
+  for (; c + kLanes <= n; c += kLanes) {
+    step_columns<1>(S + c, s_k, K, x, v + c, o + c, (const T*)nullptr, Full());
+  }
+  if (c < n) {
+    step_columns<1>(S + c, s_k, K, x, v + c, o + c, (const T*)nullptr, static_cast<int>(n - c));
+  }
+}
+
+// Copies rows [r0, r0 + n) of a head between the pool (either layout) and f32 scratch, whose rows of K
+// (row layout) or n columns (transposed) are `s` apart.
+template <class T>
+static void load_block(const T* S, int64_t s_v, int64_t s_k, int64_t n, int64_t K, float* scratch,
+                       int64_t s) {
+  if (s_k == 1) {
+    for (int64_t r = 0; r < n; ++r) {
+      for_lanes(K, [&](int64_t i, auto lanes) {
+        store_lanes(scratch + r * s + i, load_lanes(S + r * s_v + i, lanes), lanes);
+      });
+    }
+  } else {
+    for (int64_t i = 0; i < K; ++i) {
+      for_lanes(n, [&](int64_t c, auto lanes) {
+        store_lanes(scratch + i * s + c, load_lanes(S + i * s_k + c, lanes), lanes);
+      });
+    }
+  }
+}
+template <class T>
+static void store_block(const float* scratch, int64_t s, T* S, int64_t s_v, int64_t s_k, int64_t n,
+                        int64_t K) {
+  if (s_k == 1) {
+    for (int64_t r = 0; r < n; ++r) {
+      for_lanes(K, [&](int64_t i, auto lanes) {
+        store_lanes(S + r * s_v + i, load_lanes(scratch + r * s + i, lanes), lanes);
+      });
+    }
+  } else {
+    for (int64_t i = 0; i < K; ++i) {
+      for_lanes(n, [&](int64_t c, auto lanes) {
+        store_lanes(S + i * s_k + c, load_lanes(scratch + i * s + c, lanes), lanes);
+      });
+    }
+  }
+}
+
+// Rows of V a task takes when heads alone do not feed every thread.
+static int64_t rows_per_task(int64_t heads, int64_t V, int threads) {
+  constexpr int64_t unit = kRowBlock > kColumnVectors * kLanes ? kRowBlock : kColumnVectors * kLanes;
+  const int64_t want = heads >= 4 * threads ? 1 : (4 * threads + heads - 1) / heads;
+  const int64_t rows = (V + want - 1) / want;
+  return (rows + unit - 1) / unit * unit;
+}
+
+template <class T>
+GDN_INLINE T* head_of(const StatePool& s, int64_t row, int64_t h) {
+  return static_cast<T*>(s.ptr) + row * s.s_p + h * s.s_h;
+}
+
+// All tokens of one task, for a row that is alive. `next`: the rows the thread reads after these.
+template <class T>
+static void recurrent_rows(const RecurrentArgs& a, const Sequence& seq, int64_t n, int64_t h,
+                           int64_t first, int64_t rows, KeyQuery& kq, int64_t& cached,
+                           const T* next) {
+  const StatePool& pool = a.state;
+  const bool by_rows = pool.s_k == 1;
+  const int64_t hk = h / (a.HV / a.H);
+  float v[kMaxRow], o[kMaxRow];
+  auto token = [&](int64_t t) {
+    const int64_t key = ((seq.b * a.seqs.T) + t) * a.H + hk;
+    if (cached != key) {
+      load_row(a.k, seq.b, t, hk, a.K, kq.k);
+      load_row(a.q, seq.b, t, hk, a.K, kq.q);
+      finish_key_query(kq, a.K, a.l2norm);
+      cached = key;
+    }
+    View block = a.v;
+    const int64_t item = a.v.dtype == DType::f32 ? 4 : 2;
+    block.ptr = static_cast<char*>(a.v.ptr) + first * a.v.sd * item;
+    load_row(block, seq.b, t, h, rows, v);
+    const TokenGates gates = token_gates(a.gates, seq.b, t, h);
+    return TokenInput{&kq, v, gates.decay, gates.beta, a.scale};
+  };
+  auto target = [&](int64_t j) {
+    return a.seqs.S > 0 ? at(a.seqs.state_indices, n, j) : seq.row;
+  };
+
+  if (seq.end - seq.start == 1 && target(0) == seq.row) {
+    T* S = head_of<T>(pool, seq.row, h) + first * pool.s_v;
+    const TokenInput x = token(seq.start);
+    // A decay of zero clears the row whatever it held, infinities included.
+    if (seq.fresh || x.decay == 0.f) {
+      for (int64_t i = 0; i < (by_rows ? rows : a.K); ++i) {
+        std::memset(S + i * (by_rows ? pool.s_v : pool.s_k), 0,
+                    (by_rows ? a.K : rows) * sizeof(T));
+      }
+    }
+    if (by_rows) {
+      step_row_range(S, pool.s_v, rows, a.K, x, v, o, next);
+    } else {
+      step_column_range(S, pool.s_k, rows, a.K, x, v, o, next);
+    }
+    store_row(a.out, seq.b, seq.start, h, first, rows, o);
+    return;
+  }
+
+  // Several tokens: a block of rows stays in f32 from the first token to the last.
+  alignas(64) float scratch[kColumnVectors * kLanes * kMaxRow];
+  const int64_t unit = by_rows ? kScratchRows : kColumnVectors * kLanes;
+  for (int64_t r0 = 0; r0 < rows; r0 += unit) {
+    const int64_t n_rows = rows - r0 < unit ? rows - r0 : unit;
+    const int64_t s = by_rows ? padded(a.K) : unit;
+    const int64_t offset = (first + r0) * pool.s_v;
+    if (seq.fresh) {
+      std::memset(scratch, 0, sizeof(float) * (by_rows ? n_rows : a.K) * s);
+    } else {
+      load_block(head_of<T>(pool, seq.row, h) + offset, pool.s_v, pool.s_k, n_rows, a.K, scratch, s);
+    }
+    for (int64_t t = seq.start; t < seq.end; ++t) {
+      const TokenInput x = token(t);
+      if (x.decay == 0.f) std::memset(scratch, 0, sizeof(float) * (by_rows ? n_rows : a.K) * s);
+      if (by_rows) {
+        step_row_range(scratch, s, n_rows, a.K, x, v + r0, o, (const float*)nullptr);
+      } else {
+        step_column_range(scratch, s, n_rows, a.K, x, v + r0, o, (const float*)nullptr);
+      }
+      store_row(a.out, seq.b, t, h, first + r0, n_rows, o);
+      const bool keep = a.seqs.S > 0 || t + 1 == seq.end;
+      const int64_t row = keep ? target(t - seq.start) : -1;
+      if (row >= 0) {
+        store_block(scratch, s, head_of<T>(pool, row, h) + offset, pool.s_v, pool.s_k, n_rows, a.K);
+      }
+    }
+  }
+}
+
+template <class T>
+static void recurrent_typed(const RecurrentArgs& a, const Parallel& parallel) {
+  const int64_t heads = a.seqs.N * a.HV;
+  const int64_t rows = rows_per_task(heads, a.V, parallel.threads);
+  const int64_t splits = (a.V + rows - 1) / rows;
+  auto body = [&](int64_t begin, int64_t end) {
+    KeyQuery kq;
+    int64_t cached = -1;  // (token, key head) that kq holds
+    const float zeros[kMaxRow] = {};
+    for (int64_t task = begin; task < end; ++task) {
+      const int64_t n = task / (a.HV * splits), h = task / splits % a.HV;
+      const int64_t first = task % splits * rows;
+      const int64_t count = a.V - first < rows ? a.V - first : rows;
+      const Sequence seq = sequence_of(a.seqs, n);
+      if (seq.row < 0) {
+        for (int64_t t = seq.start; t < seq.end; ++t) {
+          store_row(a.out, seq.b, t, h, first, count, zeros);
+        }
+        continue;
+      }
+      const T* next = nullptr;
+      if (task + 1 < end) {
+        const int64_t n1 = (task + 1) / (a.HV * splits), h1 = (task + 1) / splits % a.HV;
+        const Sequence s1 = n1 == n ? seq : sequence_of(a.seqs, n1);
+        if (s1.row >= 0) {
+          next = head_of<T>(a.state, s1.row, h1) + (task + 1) % splits * rows * a.state.s_v;
+        }
+      }
+      recurrent_rows<T>(a, seq, n, h, first, count, kq, cached, next);
+    }
+  };
+  parallel_for(parallel, heads * splits, body);
+}
+
+static void recurrent(const RecurrentArgs& a, const Parallel& parallel) {
+  switch (a.state.dtype) {
+    case DType::f32:
+      return recurrent_typed<float>(a, parallel);
+    case DType::bf16:
+      return recurrent_typed<bf16_t>(a, parallel);
+    case DType::f16:
+      return recurrent_typed<f16_t>(a, parallel);
+  }
+}

@@ -1,0 +1,278 @@
+// The vector type a kernel is written over: F, a register of kLanes floats, and its few operations.
+//
+// Included once per instruction set inside `namespace gdn::cpu::<isa>` (see isa_*.cpp), with
+// GDN_SIMD_AVX512, GDN_SIMD_AVX2, GDN_SIMD_NEON or GDN_SIMD_GENERIC defined. Compiler vector types
+// give + - * / on F; only what they lack is spelled per instruction set. Every operation treats lanes
+// alike, so a value does not depend on the lane or on how many lanes are filled. No #include here:
+// the includer brings them in *before* it raises the target, so that no inline function of the
+// standard library is compiled for a processor that the program may not run on.
+
+#if GDN_SIMD_AVX512
+typedef __m512 F;
+typedef __m512i I;
+#elif GDN_SIMD_AVX2
+typedef __m256 F;
+typedef __m256i I;
+#else
+typedef float F __attribute__((vector_size(16)));
+#endif
+constexpr int kLanes = sizeof(F) / sizeof(float);
+typedef int32_t I32 __attribute__((vector_size(sizeof(F))));
+typedef uint32_t U32 __attribute__((vector_size(sizeof(F))));
+typedef uint16_t U16 __attribute__((vector_size(sizeof(F) / 2)));
+
+#define GDN_INLINE static inline __attribute__((always_inline))
+
+GDN_INLINE F broadcast(float x) {
+#if GDN_SIMD_AVX512
+  return _mm512_set1_ps(x);
+#elif GDN_SIMD_AVX2
+  return _mm256_set1_ps(x);
+#else
+  return F{x, x, x, x};
+#endif
+}
+GDN_INLINE F zero() { return broadcast(0.f); }
+
+// a * b + c, fused where the instruction set can.
+GDN_INLINE F fma(F a, F b, F c) {
+#if GDN_SIMD_AVX512
+  return _mm512_fmadd_ps(a, b, c);
+#elif GDN_SIMD_AVX2
+  return _mm256_fmadd_ps(a, b, c);
+#elif GDN_SIMD_NEON
+  return (F)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+  return a * b + c;
+#endif
+}
+
+GDN_INLINE F sqrt(F x) {
+#if GDN_SIMD_AVX512
+  return _mm512_sqrt_ps(x);
+#elif GDN_SIMD_AVX2
+  return _mm256_sqrt_ps(x);
+#else
+  for (int i = 0; i < kLanes; ++i) x[i] = __builtin_sqrtf(x[i]);
+  return x;
+#endif
+}
+
+// NaN in a is dropped by neither: comparisons are written so that a NaN operand survives.
+GDN_INLINE F select(I32 mask, F yes, F no) {
+  return (F)((mask & (I32)yes) | (~mask & (I32)no));
+}
+GDN_INLINE F max(F a, F b) { return select((I32)(a < b), b, a); }
+GDN_INLINE F min(F a, F b) { return select((I32)(a > b), b, a); }
+
+// Sum of the lanes, always in the same order.
+GDN_INLINE float sum(F x) {
+#if GDN_SIMD_AVX512
+  __m256 h = _mm256_add_ps(_mm512_castps512_ps256(x),
+                           _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(x), 1)));
+  __m128 s = _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+  s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+  return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+#elif GDN_SIMD_AVX2
+  __m128 s = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+  return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+#else
+  return (x[0] + x[2]) + (x[1] + x[3]);
+#endif
+}
+
+// Sums of four registers at once, each in the order of sum() above.
+GDN_INLINE void sum4(const F* x, float* out) {
+#if GDN_SIMD_AVX2 || GDN_SIMD_AVX512
+  __m128 s[4];
+  for (int i = 0; i < 4; ++i) {
+#if GDN_SIMD_AVX512
+    __m256 h = _mm256_add_ps(_mm512_castps512_ps256(x[i]),
+                             _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(x[i]), 1)));
+#else
+    __m256 h = x[i];
+#endif
+    s[i] = _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+  }
+  _MM_TRANSPOSE4_PS(s[0], s[1], s[2], s[3]);
+  _mm_storeu_ps(out, _mm_add_ps(_mm_add_ps(s[0], s[2]), _mm_add_ps(s[1], s[3])));
+#else
+  for (int i = 0; i < 4; ++i) out[i] = sum(x[i]);
+#endif
+}
+
+// --- memory: float, and the two 16-bit formats as bit patterns of their own type
+
+GDN_INLINE F load(const float* p) {
+  F x;
+  __builtin_memcpy(&x, p, sizeof(F));
+  return x;
+}
+GDN_INLINE void store(float* p, F x) { __builtin_memcpy(p, &x, sizeof(F)); }
+
+GDN_INLINE F load(const bf16_t* p) {
+  U16 h;
+  __builtin_memcpy(&h, p, sizeof h);
+#if GDN_SIMD_AVX512
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)h), 16));
+#elif GDN_SIMD_AVX2
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32((__m128i)h), 16));
+#else
+  return (F)(__builtin_convertvector(h, U32) << 16);
+#endif
+}
+
+// Round to nearest even; a NaN stays a (quiet) NaN.
+GDN_INLINE void store(bf16_t* p, F x) {
+#if GDN_SIMD_AVX512BF16
+  __m256bh h = _mm512_cvtneps_pbh(x);
+  // The instruction flushes subnormals to zero, which the other paths do not; both are one rounding.
+  __builtin_memcpy(p, &h, sizeof h);
+#else
+  U32 u = (U32)x;
+  U32 rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+  U32 nan = (u >> 16) | 0x40;
+  I32 is_nan = (I32)(x != x);
+  U32 r = ((U32)is_nan & nan) | (~(U32)is_nan & rounded);
+#if GDN_SIMD_AVX512
+  __m256i h = _mm512_cvtepi32_epi16((__m512i)r);
+  __builtin_memcpy(p, &h, sizeof h);
+#elif GDN_SIMD_AVX2
+  __m256i v = (__m256i)r;
+  __m128i h = _mm_packus_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
+  __builtin_memcpy(p, &h, sizeof h);
+#else
+  U16 h = __builtin_convertvector(r, U16);
+  __builtin_memcpy(p, &h, sizeof h);
+#endif
+#endif
+}
+
+GDN_INLINE F load(const f16_t* p) {
+#if GDN_SIMD_AVX512
+  return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+#elif GDN_SIMD_AVX2
+  return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+#elif GDN_SIMD_NEON
+  return (F)vcvt_f32_f16(vld1_f16((const __fp16*)p));
+#else
+  F x;
+  for (int i = 0; i < kLanes; ++i) x[i] = to_float(p[i]);
+  return x;
+#endif
+}
+GDN_INLINE void store(f16_t* p, F x) {
+#if GDN_SIMD_AVX512
+  _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+#elif GDN_SIMD_AVX2
+  _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+#elif GDN_SIMD_NEON
+  vst1_f16((__fp16*)p, vcvt_f16_f32((float32x4_t)x));
+#else
+  for (int i = 0; i < kLanes; ++i) p[i] = to_f16(x[i]);
+#endif
+}
+
+// The first n < kLanes elements; the other lanes read as zero and are not written.
+template <class T>
+GDN_INLINE F load_n(const T* p, int64_t n) {
+  T tmp[kLanes] = {};
+  __builtin_memcpy(tmp, p, n * sizeof(T));
+  return load(tmp);
+}
+template <class T>
+GDN_INLINE void store_n(T* p, F x, int64_t n) {
+  T tmp[kLanes];
+  store(tmp, x);
+  __builtin_memcpy(p, tmp, n * sizeof(T));
+}
+
+// Calls body(i, lanes) over [0, n) in steps of a register; `lanes` is kLanes except for the tail.
+template <class Body>
+GDN_INLINE void for_lanes(int64_t n, Body body) {
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) body(i, std::integral_constant<int, kLanes>());
+  if (i < n) body(i, static_cast<int>(n - i));
+}
+template <class T>
+GDN_INLINE F load_lanes(const T* p, std::integral_constant<int, kLanes>) {
+  return load(p);
+}
+template <class T>
+GDN_INLINE F load_lanes(const T* p, int n) {
+  return load_n(p, n);
+}
+template <class T>
+GDN_INLINE void store_lanes(T* p, F x, std::integral_constant<int, kLanes>) {
+  store(p, x);
+}
+template <class T>
+GDN_INLINE void store_lanes(T* p, F x, int n) {
+  store_n(p, x, n);
+}
+
+GDN_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
+
+// --- elementary functions
+
+// e^x to 1 ulp or so: 2^n * P(r), r in [-ln2/2, ln2/2]. -inf gives 0, +inf gives inf, NaN stays.
+GDN_INLINE F exp(F x) {
+  const F hi = broadcast(88.72283f), lo = broadcast(-103.97208f);
+  F c = min(max(x, lo), hi);
+  const F magic = broadcast(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer
+  F n = fma(c, broadcast(1.44269504088896341f), magic);
+  I32 bits = (I32)n - (I32)magic;
+  n = n - magic;
+  F r = fma(n, broadcast(-0.693359375f), c);
+  r = fma(n, broadcast(2.12194440e-4f), r);
+  F p = broadcast(1.9875691500e-4f);
+  p = fma(p, r, broadcast(1.3981999507e-3f));
+  p = fma(p, r, broadcast(8.3334519073e-3f));
+  p = fma(p, r, broadcast(4.1665795894e-2f));
+  p = fma(p, r, broadcast(1.6666665459e-1f));
+  p = fma(p, r, broadcast(5.0000001201e-1f));
+  p = fma(p, r * r, r + broadcast(1.f));
+  // Two factors, so that results near the ends of the range neither overflow early nor lose the
+  // subnormals.
+  I32 half = bits >> 1;
+  F s1 = (F)((half + 127) << 23), s2 = (F)((bits - half + 127) << 23);
+  F y = p * s1 * s2;
+  y = select((I32)(x < lo), zero(), y);
+  y = select((I32)(x > hi), broadcast(__builtin_inff()), y);
+  return select((I32)(x != x), x, y);
+}
+
+GDN_INLINE F sigmoid(F x) {
+  // exp of a non-positive number only: no overflow, full precision at both ends.
+  F e = exp((F)((U32)x | 0x80000000u));
+  F positive = broadcast(1.f) / (broadcast(1.f) + e);
+  return select((I32)(x < zero()), e * positive, positive);
+}
+GDN_INLINE F silu(F x) {
+  F y = x * sigmoid(x);
+  // -inf * 0: the limit is 0.
+  return select((I32)(x == broadcast(-__builtin_inff())), zero(), y);
+}
+
+// log(1 + y) for y in [0, 1], relative error about 1e-7: log1p(y) = 2 atanh(y / (2 + y)).
+GDN_INLINE F log1p_unit(F y) {
+  F t = y / (broadcast(2.f) + y);
+  F z = t * t;
+  F p = broadcast(0.11328125f);
+  p = fma(p, z, broadcast(0.14278047f));
+  p = fma(p, z, broadcast(0.20000140f));
+  p = fma(p, z, broadcast(0.33333331f));
+  return (t + t) * fma(p, z, broadcast(1.f));
+}
+GDN_INLINE F softplus(F x) {
+  F e = exp((F)((U32)x | 0x80000000u));
+  return max(x, zero()) + log1p_unit(e);
+}
+
+// One value through the vector functions: a head computed alone equals a head computed in a row.
+GDN_INLINE float first_lane(F x) {
+  float out[kLanes];
+  store(out, x);
+  return out[0];
+}

@@ -1,0 +1,32 @@
+// The kernels of one instruction set, and the choice among those compiled in.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "../args.h"
+#include "parallel.h"
+
+namespace gdn::cpu {
+
+// gdn_ops.set_precision: exact = all state arithmetic in f32; fast = products in the 16-bit dtype the
+// state is stored in, where the processor has them; automatic = fast where it was measured to pay.
+enum class Precision { exact, fast, automatic };
+
+struct Kernels {
+  const char* name;         // what GDN_CPU_ISA accepts
+  const char* description;
+  bool (*supported)();      // by the processor this runs on
+  void (*recurrent)(const RecurrentArgs&, const Parallel&);
+};
+
+// Every level compiled in, best first; the last one runs anywhere.
+const std::vector<const Kernels*>& compiled();
+
+// The level in use: GDN_CPU_ISA if set (an error if unknown or unsupported here), else the best.
+const Kernels& kernels();
+
+Precision precision();
+void set_precision(Precision p);
+
+}  // namespace gdn::cpu

@@ -1,0 +1,79 @@
+"""Build of the native library; everything else about the package is in pyproject.toml.
+
+``GDN_BACKEND`` picks the accelerator beside the CPU backend: ``none``, ``cuda``, ``xpu`` (with
+``XPU_TOOLKIT``), ``xpu-twin``; unset means CUDA where this torch has it and nvcc is found. A backend
+that was asked for and cannot be built is an error.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+from setuptools import setup
+from torch.utils.cpp_extension import BuildExtension, CppExtension
+
+ROOT = Path(__file__).parent
+
+
+def sources(*patterns: str) -> list[str]:
+    return sorted(str(p.relative_to(ROOT)) for pattern in patterns for p in ROOT.glob(pattern))
+
+
+def build_info(backends: list[str]) -> str:
+    """Recorded in the package, so that a load error can name both torch versions."""
+    return (
+        '"""Written by setup.py: what the native library was built with."""\n\n'
+        f"TORCH_VERSION = {torch.__version__!r}\n"
+        f"BACKENDS = {backends!r}\n"
+    )
+
+
+class Build(BuildExtension):
+    """BuildExtension that records and prints what it made."""
+
+    def run(self) -> None:
+        (ROOT / "gdn_ops" / "_build_info.py").write_text(build_info(BACKENDS))
+        super().run()
+        print(
+            f"gdn_ops: built for torch {torch.__version__}, {platform.machine()}, "
+            f"backends: {', '.join(BACKENDS)}",
+            file=sys.stderr,
+        )
+
+
+BACKENDS = ["cpu"]
+# -fopenmp: without it at::parallel_for is serial and says so nowhere.
+# -ffp-contract=off: a fused multiply-add only where a kernel writes one, so that the same row gives
+# the same bits in every code path.
+FLAGS = [
+    "-O3",
+    "-std=c++17",
+    "-fopenmp",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-Wall",
+    "-Wno-psabi",
+    "-Wno-c++20-extensions",
+]
+extension = CppExtension(
+    "gdn_ops._C",
+    sources("csrc/*.cpp", "csrc/cpu/*.cpp"),
+    extra_compile_args=FLAGS,
+    extra_link_args=["-fopenmp"],
+    py_limited_api=True,
+)
+
+setup(
+    ext_modules=[extension],
+    cmdclass={
+        "build_ext": Build.with_options(
+            use_ninja=shutil.which("ninja") is not None and os.environ.get("GDN_NINJA") != "0",
+            no_python_abi_suffix=True,
+        )
+    },
+)
