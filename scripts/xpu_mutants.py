@@ -23,7 +23,8 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "tests" / "xpu"), str(ROOT)]
 
-import twin  # noqa: E402
+import gdn_ops  # noqa: E402, F401
+from gdn_ops import xpu_twin  # noqa: E402
 
 KINDS = {
     "fence": ["fence-drop"],
@@ -52,7 +53,7 @@ def source_line(site: str) -> str:
 
 def mutants() -> list[tuple[str, str]]:
     out = []
-    for entry in torch.ops.gdn_xpu_twin.sites():
+    for entry in xpu_twin.sites():
         kind, site = entry.split(" ")
         out += [(k, site) for k in KINDS.get(kind, [kind])]
     return out
@@ -73,7 +74,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="mutants whose kind or site contains this")
     parser.add_argument("--list", action="store_true", help="print the mutants and stop")
     args = parser.parse_args()
-    if not twin.load():
+    if not xpu_twin.available():
         print("built without the XPU twin; rebuild with GDN_BACKEND=xpu-twin", file=sys.stderr)
         return 2
     from cases import CASES
@@ -82,7 +83,7 @@ def main() -> int:
     with torch.no_grad():
         for name, run in CASES.items():
             run()
-            for entry in torch.ops.gdn_xpu_twin.sites():
+            for entry in xpu_twin.sites():
                 seen.setdefault(entry.split(" ")[1], []).append(name)
         chosen = [m for m in mutants() if args.only in " ".join(m)]
         if args.list:
@@ -92,13 +93,13 @@ def main() -> int:
         survivors, explained = [], {}
         favourite: dict[str, str] = {}
         for kind, site in chosen:
-            torch.ops.gdn_xpu_twin.configure("mutate", f"{kind} {site}")
+            xpu_twin.set_mutation(f"{kind} {site}")
             # The case that caught this line's last mutant, then the first that reached the line.
             order = list(CASES)
             first = seen[site][0]
             order.sort(key=lambda n: (n != favourite.get(site.split(":")[0]), n != first))
             hit = noticed(order, CASES)
-            torch.ops.gdn_xpu_twin.configure("mutate", "")
+            xpu_twin.set_mutation("")
             if hit:
                 favourite[site.split(":")[0]] = hit
                 continue

@@ -516,7 +516,7 @@ def bf16_ties():
     state[..., 1::2, 0] += 2.0**-7
     k = torch.zeros(1, 1, 1, K)
     k[..., 0] = 2.0**-8
-    v = 1 + state[0, :, :, 0][None] * 2.0**-8  # so that u is 1
+    v = 1 + state[0, :, :, 0][None, None] * 2.0**-8  # so that u is 1
     want = torch.ones(V)
     want[1::2] += 2.0**-6
 

@@ -4,8 +4,12 @@
 #include <map>
 #include <sstream>
 
-#if defined(__F16C__)
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+// After every include: an inline function compiled with these could be the copy the linker keeps.
 #include <immintrin.h>
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c")
+#define GDN_TWIN_NEEDS_AVX2 1
 #endif
 
 namespace gdn {
@@ -170,6 +174,14 @@ void require(const Vec& v, const char* what, Where where) {
 }  // namespace
 
 const std::vector<Form>& forms() { return table(); }
+
+void require_host() {
+#if defined(GDN_TWIN_NEEDS_AVX2)
+  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") ||
+      !__builtin_cpu_supports("f16c"))
+    throw TwinError("the XPU twin needs a CPU with AVX2, FMA and F16C");
+#endif
+}
 
 float half_to_float(uint16_t h) {
 #if defined(__F16C__)
@@ -601,3 +613,7 @@ Vec svadd_uint32x16_mh(int s, const Vec& a, const Vec& hold, int mask, Where whe
 }  // namespace twin
 }  // namespace xpu
 }  // namespace gdn
+
+#if defined(GDN_TWIN_NEEDS_AVX2)
+#pragma GCC pop_options
+#endif

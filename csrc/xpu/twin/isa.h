@@ -178,6 +178,9 @@ void run_asm(AsmSite& site, const std::array<Operand, N>& outs, const std::array
   site.run(all, static_cast<int>(N + M), static_cast<int>(N));
 }
 
+// Throws where the interpreter's host instructions are missing.
+void require_host();
+
 // Conversions, shared with the scalar side of the twin. Round to nearest even, subnormals kept.
 float half_to_float(uint16_t h);
 uint16_t float_to_half(float f);

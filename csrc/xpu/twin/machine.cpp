@@ -1,5 +1,7 @@
 #include "machine.h"
 
+#include "isa.h"
+
 #include <ucontext.h>
 
 #include <algorithm>
@@ -507,6 +509,7 @@ void sm_write(uint32_t offset, const void* in, size_t bytes, Unit unit, Where wh
 void launch(const char* kernel, int clusters, int cores, bool barriers,
             const std::function<void()>& body) {
   std::lock_guard<std::mutex> lock(g_launch_mutex);
+  require_host();
   Chip& c = chip();
   if (clusters < 1 || clusters > kClusters || cores < 1 || cores > kCores)
     throw TwinError("launch of " + std::string(kernel) + " on " + std::to_string(clusters) + " x " +
