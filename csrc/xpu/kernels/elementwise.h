@@ -52,7 +52,7 @@ __device__ inline void store_any(lm_ptr<char> p, int dtype, int chunk, const vf3
     round_bf16(a);
     round_bf16(b);
     vf16 packed = pack_high_halves(a, b);
-    store(p + chunk * 64, packed);
+    store(p + chunk * 64, AS_FLOAT(packed));
   }
 }
 

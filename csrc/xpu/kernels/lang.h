@@ -94,8 +94,10 @@ __device__ inline uint16_t s_float_to_half(sfloat f) {
 #define AS_UINT(v) ((uint32x16_t)(v))
 #define AS_FLOAT(v) ((float32x16_t)(v))
 
+#if !defined(XPU_LAUNCH)  // a syntax check on a host compiler brings its own
 #define XPU_LAUNCH(name, kernel, clusters, cores, stream, barriers, ...) \
   kernel<<<clusters, cores, static_cast<XPUStream>(stream)>>>(__VA_ARGS__)
+#endif
 #endif
 
 // Spaces a fence waits for, the operand of the vendor's mfence.
