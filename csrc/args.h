@@ -12,6 +12,7 @@ enum class DType : int32_t { f32 = 0, bf16 = 1, f16 = 2 };
 
 constexpr int kMaxHeadDim = 512;  // largest K or V any kernel accepts
 constexpr int kMaxConvWidth = 8;  // largest W
+constexpr int kDecodeTokens = 16;  // most tokens a sequence may bring to the fused decode step
 constexpr float kL2Eps = 1e-6f;   // x * rsqrt(sum(x^2) + kL2Eps), as in the model
 
 // A tensor indexed [batch, token, head, channel]; an absent axis has stride 0.

@@ -543,6 +543,8 @@ ConvArgs conv1d_args(const char* op, const at::Tensor& x, const at::Tensor& weig
   c.state.L = state_len ? *state_len : initial_state ? initial_state->size(-1) : c.W - 1;
   TORCH_CHECK(c.state.L >= c.W - 1, op, ": state_len: expected at least W - 1 = ", c.W - 1,
               " columns, got ", c.state.L);
+  TORCH_CHECK(c.W > 1 || c.state.L == 0, op,
+              ": state_len: a convolution of width 1 keeps no state, expected 0, got ", c.state.L);
   if (initial_state) {
     check_dim(op, "initial_state", *initial_state, 3, "[N, C, L]");
     check_size(op, "initial_state", *initial_state, 0, c.seqs.N, "N");
@@ -588,7 +590,9 @@ NormArgs norm_args(const char* op, const at::Tensor& x, const at::Tensor& gate,
               ", got ", gate.sizes());
   NormArgs n;
   n.V = x.size(-1);
-  n.rows = n.V ? x.numel() / n.V : 0;
+  TORCH_CHECK(n.V >= 1 && n.V <= kMaxHeadDim, op, ": x: expected 1 <= V <= ", kMaxHeadDim,
+              ", got V = ", n.V);
+  n.rows = x.numel() / n.V;
   check_dim(op, "weight", weight, 1, "[V]");
   check_size(op, "weight", weight, 0, n.V, "V");
   check_device(op, "gate", gate, x);
@@ -643,6 +647,9 @@ DecodeArgs decode_args(const char* op, const DecodeTensors& t, int64_t num_k_hea
     P = r.window.P;
   }
   r.seqs = sequences_of(op, like.size(0), like.size(1), P, seq, like);
+  TORCH_CHECK(r.seqs.cu_seqlens.ptr || r.seqs.T <= kDecodeTokens, op, ": expected at most ",
+              kDecodeTokens, " tokens a sequence (longer calls: short_conv, gating, chunk), got T = ",
+              r.seqs.T);
   if (!t.window) check_speculative(op, r.seqs);
   if (t.window && t.state && !r.seqs.cu_seqlens.ptr) {
     TORCH_CHECK(r.seqs.T <= r.window.R, op, ": expected T <= R = ", r.window.R,
@@ -687,7 +694,7 @@ DecodeArgs decode_args(const char* op, const DecodeTensors& t, int64_t num_k_hea
   return d;
 }
 
-void check_values(const char* op, const Sequences& s) {
+void check_values(const char* op, const Sequences& s, int64_t most_tokens) {
   if (s.cu_seqlens.ptr) {
     int64_t previous = at(s.cu_seqlens, 0);
     TORCH_CHECK(previous == 0, op, ": cu_seqlens: expected to start at 0, got ", previous);
@@ -695,6 +702,8 @@ void check_values(const char* op, const Sequences& s) {
       const int64_t next = at(s.cu_seqlens, n);
       TORCH_CHECK(next >= previous, op, ": cu_seqlens: expected ascending offsets, got ", previous,
                   " then ", next, " at sequence ", n - 1);
+      TORCH_CHECK(next - previous <= most_tokens, op, ": expected at most ", most_tokens,
+                  " tokens a sequence, got ", next - previous, " for sequence ", n - 1);
       TORCH_CHECK(s.S == 0 || next - previous <= s.S, op, ": state_indices: expected S >= ",
                   next - previous, " columns for sequence ", n - 1, ", got ", s.S);
       previous = next;
@@ -716,6 +725,20 @@ void check_values(const char* op, const Sequences& s) {
       TORCH_CHECK(accepted <= most, op, ": num_accepted: expected at most ", most, ", got ",
                   accepted, " for sequence ", n);
     }
+  }
+}
+
+void check_conv_values(const char* op, const ConvArgs& c) {
+  for (int64_t n = 0; n < c.seqs.N; ++n) {
+    const Sequence seq = sequence_of(c.seqs, n, 0);
+    if (seq.row < 0) continue;
+    TORCH_CHECK(seq.row < c.state.P, op, ": state_indices: expected rows below P = ", c.state.P,
+                " of conv_state, got ", seq.row, " for sequence ", n);
+    if (!c.seqs.num_accepted.ptr || c.W == 1 || seq.end == seq.start) continue;
+    const int64_t need = c.W - 2 + seq.end - seq.start;
+    TORCH_CHECK(c.state.L >= need && c.state.L >= c.W - 2 + seq.accepted, op,
+                ": conv_state: expected L >= ", need, " columns for ", seq.end - seq.start,
+                " tokens and ", seq.accepted, " accepted ones in sequence ", n, ", got ", c.state.L);
   }
 }
 

@@ -88,8 +88,12 @@ DecodeArgs decode_args(const char* op, const DecodeTensors& t, int64_t num_k_hea
                        bool qk_l2norm, double eps, const std::string& activation,
                        bool conv_leading);
 
-// Host-readable metadata only: lengths ascend and end at T, rows exist, accepted counts fit.
-void check_values(const char* op, const Sequences& s);
+// Host-readable metadata only: lengths ascend and end at T, rows exist, accepted counts fit, and no
+// sequence brings more than `most_tokens`.
+void check_values(const char* op, const Sequences& s, int64_t most_tokens = INT64_MAX);
+
+// The same for a conv pool: its rows exist, and a speculative call's columns fit.
+void check_conv_values(const char* op, const ConvArgs& c);
 
 // Fresh contiguous output with the device and dtype of `like`.
 at::Tensor new_output(const at::Tensor& like, at::IntArrayRef sizes);

@@ -1,5 +1,6 @@
 // Torch glue of the CPU backend: check, allocate, call the kernel of the active instruction set.
 #include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include "../checks.h"
@@ -49,6 +50,113 @@ Tensor recurrent_gated(const Tensor& q, const Tensor& k, const Tensor& v, const 
                        qk_l2norm);
 }
 
+std::tuple<Tensor, Tensor> gating(const Tensor& a, const Tensor& b, const Tensor& A_log,
+                                  const Tensor& dt_bias) {
+  GatingArgs x = gating_args("gating", a, b, A_log, dt_bias);
+  Tensor g = at::empty(a.sizes(), a.options().dtype(at::kFloat));
+  Tensor beta = at::empty(a.sizes(), a.options().dtype(at::kFloat));
+  x.g = g.data_ptr<float>();
+  x.beta = beta.data_ptr<float>();
+  kernels().gating(x, threads());
+  return {g, beta};
+}
+
+Tensor short_conv(const Tensor& x, const Tensor& weight, const OptTensor& bias, Tensor& conv_state,
+                  const OptTensor& state_indices, const OptTensor& has_initial_state,
+                  const OptTensor& cu_seqlens, const OptTensor& num_accepted,
+                  const std::string& activation, bool conv_leading) {
+  ConvArgs a = conv_args("short_conv", x, weight, bias, conv_state,
+                         {state_indices, has_initial_state, cu_seqlens, num_accepted}, activation,
+                         conv_leading);
+  check_values("short_conv", a.seqs);
+  check_conv_values("short_conv", a);
+  Tensor y = new_output(x, x.sizes());
+  a.y = view_of(y, 0);
+  kernels().short_conv(a, threads());
+  return y;
+}
+
+std::tuple<Tensor, Tensor> conv1d(const Tensor& x, const Tensor& weight, const OptTensor& bias,
+                                  const OptTensor& initial_state, const OptTensor& cu_seqlens,
+                                  const std::string& activation, std::optional<int64_t> state_len) {
+  ConvArgs a = conv1d_args("conv1d", x, weight, bias, initial_state, cu_seqlens, activation, state_len);
+  check_values("conv1d", a.seqs);
+  // The final state is a pool of its own, one row a sequence, that starts as the initial state.
+  const auto dtype = initial_state ? initial_state->scalar_type() : x.scalar_type();
+  Tensor final_state = at::empty({a.seqs.N, a.C, a.state.L}, x.options().dtype(dtype));
+  if (initial_state) {
+    final_state.copy_(*initial_state);
+  } else {
+    final_state.zero_();
+  }
+  a.state.ptr = final_state.data_ptr();
+  a.state.dtype = dtype_of("conv1d", "initial_state", final_state);
+  a.state.P = a.seqs.N;
+  a.state.s_p = final_state.stride(0);
+  a.state.s_c = final_state.stride(1);
+  a.state.s_l = final_state.stride(2);
+  Tensor y = new_output(x, x.sizes());
+  a.y = view_of(y, 0);
+  kernels().short_conv(a, threads());
+  return {y, final_state};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> conv_gating(
+    const Tensor& mixed_qkv, const Tensor& a, const Tensor& b, const Tensor& conv_weight,
+    const OptTensor& conv_bias, const Tensor& A_log, const Tensor& dt_bias, Tensor& conv_state,
+    int64_t num_k_heads, int64_t head_k_dim, const OptTensor& state_indices,
+    const OptTensor& has_initial_state, const OptTensor& cu_seqlens, const OptTensor& num_accepted,
+    bool qk_l2norm, const std::string& activation, bool conv_leading) {
+  ConvGatingArgs f = conv_gating_args(
+      "conv_gating", mixed_qkv, a, b, conv_weight, conv_bias, A_log, dt_bias, conv_state,
+      num_k_heads, head_k_dim, {state_indices, has_initial_state, cu_seqlens, num_accepted},
+      qk_l2norm, activation, conv_leading);
+  check_values("conv_gating", f.conv.seqs);
+  check_conv_values("conv_gating", f.conv);
+  const int64_t B = mixed_qkv.size(0), T = mixed_qkv.size(1);
+  Tensor q = new_output(mixed_qkv, {B, T, f.H, f.K}), k = new_output(mixed_qkv, {B, T, f.H, f.K});
+  Tensor v = new_output(mixed_qkv, {B, T, f.HV, f.V});
+  Tensor g = at::empty({B, T, f.HV}, mixed_qkv.options().dtype(at::kFloat));
+  Tensor beta = at::empty({B, T, f.HV}, mixed_qkv.options().dtype(at::kFloat));
+  f.q = view_of(q, f.K);
+  f.k = view_of(k, f.K);
+  f.v = view_of(v, f.V);
+  f.g = g.data_ptr<float>();
+  f.beta = beta.data_ptr<float>();
+  kernels().conv_gating(f, threads());
+  return {q, k, v, g, beta};
+}
+
+Tensor gated_rms_norm(const Tensor& x, const Tensor& gate, const Tensor& weight, double eps) {
+  NormArgs n = norm_args("gated_rms_norm", x, gate, weight, eps);
+  Tensor y = new_output(x, x.sizes());
+  n.y = y.data_ptr();
+  kernels().gated_rms_norm(n, threads());
+  return y;
+}
+
+Tensor decode(const Tensor& projected, const Tensor& conv_weight, const OptTensor& conv_bias,
+              const Tensor& A_log, const Tensor& dt_bias, const Tensor& norm_weight,
+              Tensor& conv_state, Tensor& state, int64_t num_k_heads, int64_t head_k_dim,
+              const OptTensor& state_indices, const OptTensor& has_initial_state,
+              const OptTensor& cu_seqlens, const OptTensor& num_accepted,
+              std::optional<double> scale, bool qk_l2norm, double eps,
+              const std::string& activation, bool conv_leading) {
+  DecodeArgs d = decode_args("decode",
+                             {projected, conv_weight, conv_bias, A_log, dt_bias, norm_weight,
+                              conv_state, &state, nullptr},
+                             num_k_heads, head_k_dim,
+                             {state_indices, has_initial_state, cu_seqlens, num_accepted}, scale,
+                             qk_l2norm, eps, activation, conv_leading);
+  check_values("decode", d.recurrent.seqs, kDecodeTokens);
+  check_conv_values("decode", d.front.conv);
+  const RecurrentArgs& r = d.recurrent;
+  Tensor y = new_output(projected, {projected.size(0), projected.size(1), r.HV * r.V});
+  d.recurrent.out = view_of(y, r.V);
+  kernels().decode(d, threads());
+  return y;
+}
+
 void set_precision_op(const std::string& mode) {
   TORCH_CHECK(mode == "exact" || mode == "fast" || mode == "auto",
               "set_precision: expected 'exact', 'fast' or 'auto', got '", mode, "'");
@@ -74,6 +182,12 @@ std::vector<std::string> cpu_isas() {
 TORCH_LIBRARY_IMPL(gdn, CPU, m) {
   m.impl("recurrent", &recurrent);
   m.impl("recurrent_gated", &recurrent_gated);
+  m.impl("gating", &gating);
+  m.impl("short_conv", &short_conv);
+  m.impl("conv1d", &conv1d);
+  m.impl("conv_gating", &conv_gating);
+  m.impl("gated_rms_norm", &gated_rms_norm);
+  m.impl("decode", &decode);
 }
 
 // These take no tensor, so no key selects them.

@@ -18,6 +18,11 @@ struct Kernels {
   const char* description;
   bool (*supported)();      // by the processor this runs on
   void (*recurrent)(const RecurrentArgs&, const Parallel&);
+  void (*gating)(const GatingArgs&, const Parallel&);
+  void (*short_conv)(const ConvArgs&, const Parallel&);
+  void (*conv_gating)(const ConvGatingArgs&, const Parallel&);
+  void (*gated_rms_norm)(const NormArgs&, const Parallel&);
+  void (*decode)(const DecodeArgs&, const Parallel&);
 };
 
 // Every level compiled in, best first; the last one runs anywhere.

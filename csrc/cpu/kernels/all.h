@@ -2,11 +2,16 @@
 #include "vec.h"
 #include "rows.h"
 #include "recurrent.h"
+#include "gates.h"
+#include "conv.h"
+#include "norm.h"
+#include "decode.h"
 
 #define GDN_STRINGIFY_(x) #x
 #define GDN_STRINGIFY(x) GDN_STRINGIFY_(x)
 
 extern const Kernels table;
 const Kernels table = {
-    GDN_STRINGIFY(GDN_ISA), GDN_ISA_DESCRIPTION, supported, recurrent,
+    GDN_STRINGIFY(GDN_ISA), GDN_ISA_DESCRIPTION, supported, recurrent, gating, short_conv, conv_gating,
+    gated_rms_norm, decode,
 };

@@ -176,78 +176,65 @@ GDN_INLINE T* head_of(const StatePool& s, int64_t row, int64_t h) {
   return static_cast<T*>(s.ptr) + row * s.s_p + h * s.s_h;
 }
 
-// All tokens of one task, for a row that is alive. `next`: the rows the thread reads after these.
-template <class T>
-static void recurrent_rows(const RecurrentArgs& a, const Sequence& seq, int64_t n, int64_t h,
-                           int64_t first, int64_t rows, KeyQuery& kq, int64_t& cached,
-                           const T* next) {
-  const StatePool& pool = a.state;
+// One block of rows of one value head, over all tokens of a sequence that is alive.
+struct HeadRows {
+  int64_t n, h, first, rows;
+};
+
+// `source(t)` gives a token's TokenInput (v from the block's first row on), `sink(t, first, rows, o)`
+// takes its outputs. `next`: the state the thread reads after this block, or null.
+template <class T, class Source, class Sink>
+GDN_INLINE void recurrent_rows(const StatePool& pool, const Sequences& seqs, const Sequence& seq,
+                               const HeadRows& x, int64_t K, Source source, Sink sink,
+                               const T* next) {
   const bool by_rows = pool.s_k == 1;
-  const int64_t hk = h / (a.HV / a.H);
-  float v[kMaxRow], o[kMaxRow];
-  auto token = [&](int64_t t) {
-    const int64_t key = ((seq.b * a.seqs.T) + t) * a.H + hk;
-    if (cached != key) {
-      load_row(a.k, seq.b, t, hk, a.K, kq.k);
-      load_row(a.q, seq.b, t, hk, a.K, kq.q);
-      finish_key_query(kq, a.K, a.l2norm);
-      cached = key;
-    }
-    View block = a.v;
-    const int64_t item = a.v.dtype == DType::f32 ? 4 : 2;
-    block.ptr = static_cast<char*>(a.v.ptr) + first * a.v.sd * item;
-    load_row(block, seq.b, t, h, rows, v);
-    const TokenGates gates = token_gates(a.gates, seq.b, t, h);
-    return TokenInput{&kq, v, gates.decay, gates.beta, a.scale};
-  };
-  auto target = [&](int64_t j) {
-    return a.seqs.S > 0 ? at(a.seqs.state_indices, n, j) : seq.row;
-  };
+  float o[kMaxRow];
+  auto target = [&](int64_t j) { return seqs.S > 0 ? at(seqs.state_indices, x.n, j) : seq.row; };
 
   if (seq.end - seq.start == 1 && target(0) == seq.row) {
-    T* S = head_of<T>(pool, seq.row, h) + first * pool.s_v;
-    const TokenInput x = token(seq.start);
+    T* S = head_of<T>(pool, seq.row, x.h) + x.first * pool.s_v;
+    const TokenInput token = source(seq.start);
     // A decay of zero clears the row whatever it held, infinities included.
-    if (seq.fresh || x.decay == 0.f) {
-      for (int64_t i = 0; i < (by_rows ? rows : a.K); ++i) {
-        std::memset(S + i * (by_rows ? pool.s_v : pool.s_k), 0,
-                    (by_rows ? a.K : rows) * sizeof(T));
+    if (seq.fresh || token.decay == 0.f) {
+      for (int64_t i = 0; i < (by_rows ? x.rows : K); ++i) {
+        std::memset(S + i * (by_rows ? pool.s_v : pool.s_k), 0, (by_rows ? K : x.rows) * sizeof(T));
       }
     }
     if (by_rows) {
-      step_row_range(S, pool.s_v, rows, a.K, x, v, o, next);
+      step_row_range(S, pool.s_v, x.rows, K, token, token.v, o, next);
     } else {
-      step_column_range(S, pool.s_k, rows, a.K, x, v, o, next);
+      step_column_range(S, pool.s_k, x.rows, K, token, token.v, o, next);
     }
-    store_row(a.out, seq.b, seq.start, h, first, rows, o);
+    sink(seq.start, x.first, x.rows, o);
     return;
   }
 
   // Several tokens: a block of rows stays in f32 from the first token to the last.
   alignas(64) float scratch[kColumnVectors * kLanes * kMaxRow];
   const int64_t unit = by_rows ? kScratchRows : kColumnVectors * kLanes;
-  for (int64_t r0 = 0; r0 < rows; r0 += unit) {
-    const int64_t n_rows = rows - r0 < unit ? rows - r0 : unit;
-    const int64_t s = by_rows ? padded(a.K) : unit;
-    const int64_t offset = (first + r0) * pool.s_v;
+  const int64_t s = by_rows ? padded(K) : unit;
+  for (int64_t r0 = 0; r0 < x.rows; r0 += unit) {
+    const int64_t rows = x.rows - r0 < unit ? x.rows - r0 : unit;
+    const int64_t offset = (x.first + r0) * pool.s_v;
+    const size_t bytes = sizeof(float) * (by_rows ? rows : K) * s;
     if (seq.fresh) {
-      std::memset(scratch, 0, sizeof(float) * (by_rows ? n_rows : a.K) * s);
+      std::memset(scratch, 0, bytes);
     } else {
-      load_block(head_of<T>(pool, seq.row, h) + offset, pool.s_v, pool.s_k, n_rows, a.K, scratch, s);
+      load_block(head_of<T>(pool, seq.row, x.h) + offset, pool.s_v, pool.s_k, rows, K, scratch, s);
     }
     for (int64_t t = seq.start; t < seq.end; ++t) {
-      const TokenInput x = token(t);
-      if (x.decay == 0.f) std::memset(scratch, 0, sizeof(float) * (by_rows ? n_rows : a.K) * s);
+      const TokenInput token = source(t);
+      if (token.decay == 0.f) std::memset(scratch, 0, bytes);
       if (by_rows) {
-        step_row_range(scratch, s, n_rows, a.K, x, v + r0, o, (const float*)nullptr);
+        step_row_range(scratch, s, rows, K, token, token.v + r0, o, (const float*)nullptr);
       } else {
-        step_column_range(scratch, s, n_rows, a.K, x, v + r0, o, (const float*)nullptr);
+        step_column_range(scratch, s, rows, K, token, token.v + r0, o, (const float*)nullptr);
       }
-      store_row(a.out, seq.b, t, h, first + r0, n_rows, o);
-      const bool keep = a.seqs.S > 0 || t + 1 == seq.end;
+      sink(t, x.first + r0, rows, o);
+      const bool keep = seqs.S > 0 || t + 1 == seq.end;
       const int64_t row = keep ? target(t - seq.start) : -1;
       if (row >= 0) {
-        store_block(scratch, s, head_of<T>(pool, row, h) + offset, pool.s_v, pool.s_k, n_rows, a.K);
+        store_block(scratch, s, head_of<T>(pool, row, x.h) + offset, pool.s_v, pool.s_k, rows, K);
       }
     }
   }
@@ -260,6 +247,7 @@ static void recurrent_typed(const RecurrentArgs& a, const Parallel& parallel) {
   const int64_t splits = (a.V + rows - 1) / rows;
   auto body = [&](int64_t begin, int64_t end) {
     KeyQuery kq;
+    float v[kMaxRow];
     int64_t cached = -1;  // (token, key head) that kq holds
     const float zeros[kMaxRow] = {};
     for (int64_t task = begin; task < end; ++task) {
@@ -281,7 +269,23 @@ static void recurrent_typed(const RecurrentArgs& a, const Parallel& parallel) {
           next = head_of<T>(a.state, s1.row, h1) + (task + 1) % splits * rows * a.state.s_v;
         }
       }
-      recurrent_rows<T>(a, seq, n, h, first, count, kq, cached, next);
+      const int64_t hk = h / (a.HV / a.H);
+      auto source = [&](int64_t t) {
+        const int64_t key = (seq.b * a.seqs.T + t) * a.H + hk;
+        if (cached != key) {
+          load_row(a.k, seq.b, t, hk, a.K, kq.k);
+          load_row(a.q, seq.b, t, hk, a.K, kq.q);
+          finish_key_query(kq, a.K, a.l2norm);
+          cached = key;
+        }
+        load_row(from_column(a.v, first), seq.b, t, h, count, v);
+        const TokenGates gates = token_gates(a.gates, seq.b, t, h);
+        return TokenInput{&kq, v, gates.decay, gates.beta, a.scale};
+      };
+      auto sink = [&](int64_t t, int64_t r, int64_t rows_done, const float* o) {
+        store_row(a.out, seq.b, t, h, r, rows_done, o);
+      };
+      recurrent_rows<T>(a.state, a.seqs, seq, {n, h, first, count}, a.K, source, sink, next);
     }
   };
   parallel_for(parallel, heads * splits, body);

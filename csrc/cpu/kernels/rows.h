@@ -50,6 +50,12 @@ static void store_row(const View& y, int64_t b, int64_t t, int64_t h, int64_t fi
   }
 }
 
+// The view whose column 0 is column `c` of x.
+GDN_INLINE View from_column(View x, int64_t c) {
+  x.ptr = static_cast<char*>(x.ptr) + c * x.sd * (x.dtype == DType::f32 ? 4 : 2);
+  return x;
+}
+
 static float load_scalar(const void* ptr, DType dtype, int64_t offset) {
   switch (dtype) {
     case DType::f32:
@@ -84,17 +90,25 @@ GDN_INLINE F gate_log_decay(F a, F A_log, F dt_bias) {
   return zero() - exp(A_log) * softplus(a + dt_bias);
 }
 
-struct TokenGates {
-  float decay, beta;  // exp(g), beta
+struct RawGates {
+  float g, beta;
 };
-static TokenGates token_gates(const Gates& x, int64_t b, int64_t t, int64_t h) {
+static RawGates raw_gates(const Gates& x, int64_t b, int64_t t, int64_t h) {
   float g = load_scalar(x.g, b, t, h), beta = load_scalar(x.beta, b, t, h);
   if (x.raw) {
     g = first_lane(gate_log_decay(broadcast(g), broadcast(load_scalar(x.A_log, h)),
                                   broadcast(load_scalar(x.dt_bias, h))));
     beta = first_lane(sigmoid(broadcast(beta)));
   }
-  return {first_lane(exp(broadcast(g))), beta};
+  return {g, beta};
+}
+
+struct TokenGates {
+  float decay, beta;  // exp(g), beta
+};
+static TokenGates token_gates(const Gates& x, int64_t b, int64_t t, int64_t h) {
+  const RawGates gates = raw_gates(x, b, t, h);
+  return {first_lane(exp(broadcast(gates.g))), gates.beta};
 }
 
 // Key and query of one key head as the recurrence uses them, and their product.

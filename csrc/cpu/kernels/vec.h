@@ -102,6 +102,44 @@ GDN_INLINE void sum4(const F* x, float* out) {
 #endif
 }
 
+// --- even and odd lanes of a pair of registers, and back
+
+template <int... i>
+GDN_INLINE F even_of(F a, F b, std::integer_sequence<int, i...>) {
+  return __builtin_shufflevector(a, b, (2 * i)...);
+}
+template <int... i>
+GDN_INLINE F odd_of(F a, F b, std::integer_sequence<int, i...>) {
+  return __builtin_shufflevector(a, b, (2 * i + 1)...);
+}
+template <int... i>
+GDN_INLINE F low_of(F a, F b, std::integer_sequence<int, i...>) {
+  return __builtin_shufflevector(a, b, (i / 2 + (i % 2) * kLanes)...);
+}
+template <int... i>
+GDN_INLINE F high_of(F a, F b, std::integer_sequence<int, i...>) {
+  return __builtin_shufflevector(a, b, (i / 2 + kLanes / 2 + (i % 2) * kLanes)...);
+}
+using Lanes = std::make_integer_sequence<int, kLanes>;
+
+// Four columns of kLanes rows stored row by row: x[0..3] hold the rows, on return the columns.
+GDN_INLINE void rows_to_columns4(F* x) {
+  const F e0 = even_of(x[0], x[1], Lanes()), o0 = odd_of(x[0], x[1], Lanes());
+  const F e1 = even_of(x[2], x[3], Lanes()), o1 = odd_of(x[2], x[3], Lanes());
+  x[0] = even_of(e0, e1, Lanes());
+  x[1] = even_of(o0, o1, Lanes());
+  x[2] = odd_of(e0, e1, Lanes());
+  x[3] = odd_of(o0, o1, Lanes());
+}
+GDN_INLINE void columns4_to_rows(F* x) {
+  const F e0 = low_of(x[0], x[2], Lanes()), e1 = high_of(x[0], x[2], Lanes());
+  const F o0 = low_of(x[1], x[3], Lanes()), o1 = high_of(x[1], x[3], Lanes());
+  x[0] = low_of(e0, o0, Lanes());
+  x[1] = high_of(e0, o0, Lanes());
+  x[2] = low_of(e1, o1, Lanes());
+  x[3] = high_of(e1, o1, Lanes());
+}
+
 // --- memory: float, and the two 16-bit formats as bit patterns of their own type
 
 GDN_INLINE F load(const float* p) {
@@ -243,26 +281,51 @@ GDN_INLINE F exp(F x) {
   return select((I32)(x != x), x, y);
 }
 
+// e^x for x <= 0: no overflow to guard, and below 2^-126 the result may as well be zero. A NaN gives
+// something finite: for callers that multiply by the NaN afterwards.
+GDN_INLINE F exp_nonpositive(F x) {
+  const F magic = broadcast(12582912.f);
+  F c = max(x, broadcast(-87.f));
+  F n = fma(c, broadcast(1.44269504088896341f), magic);
+  I32 bits = (I32)n - (I32)magic;
+  n = n - magic;
+  F r = fma(n, broadcast(-0.693359375f), c);
+  r = fma(n, broadcast(2.12194440e-4f), r);
+  F p = broadcast(1.9875691500e-4f);
+  p = fma(p, r, broadcast(1.3981999507e-3f));
+  p = fma(p, r, broadcast(8.3334519073e-3f));
+  p = fma(p, r, broadcast(4.1665795894e-2f));
+  p = fma(p, r, broadcast(1.6666665459e-1f));
+  p = fma(p, r, broadcast(5.0000001201e-1f));
+  p = fma(p, r * r, r + broadcast(1.f));
+  F y = p * (F)((bits + 127) << 23);
+  return select((I32)(x < broadcast(-87.f)), zero(), y);
+}
+
 GDN_INLINE F sigmoid(F x) {
   // exp of a non-positive number only: no overflow, full precision at both ends.
-  F e = exp((F)((U32)x | 0x80000000u));
+  F e = exp_nonpositive((F)((U32)x | 0x80000000u));
+  e = select((I32)(x != x), x, e);
   F positive = broadcast(1.f) / (broadcast(1.f) + e);
   return select((I32)(x < zero()), e * positive, positive);
 }
 GDN_INLINE F silu(F x) {
-  F y = x * sigmoid(x);
+  F e = exp_nonpositive((F)((U32)x | 0x80000000u));
+  F y = x * select((I32)(x < zero()), e, broadcast(1.f)) / (broadcast(1.f) + e);
   // -inf * 0: the limit is 0.
   return select((I32)(x == broadcast(-__builtin_inff())), zero(), y);
 }
 
-// log(1 + y) for y in [0, 1], relative error about 1e-7: log1p(y) = 2 atanh(y / (2 + y)).
+// log(1 + y) for y in [0, 1], relative error about 1e-7: log1p(y) = 2 atanh(t), t = y / (2 + y), and
+// (atanh(t) / t - 1) / t^2 fitted by a polynomial in t^2 over [0, 1/9].
 GDN_INLINE F log1p_unit(F y) {
   F t = y / (broadcast(2.f) + y);
   F z = t * t;
-  F p = broadcast(0.11328125f);
-  p = fma(p, z, broadcast(0.14278047f));
-  p = fma(p, z, broadcast(0.20000140f));
-  p = fma(p, z, broadcast(0.33333331f));
+  F p = broadcast(0.11619509f);
+  p = fma(p, z, broadcast(0.108516619f));
+  p = fma(p, z, broadcast(0.142962918f));
+  p = fma(p, z, broadcast(0.199998513f));
+  p = fma(p, z, broadcast(0.333333343f));
   return (t + t) * fma(p, z, broadcast(1.f));
 }
 GDN_INLINE F softplus(F x) {

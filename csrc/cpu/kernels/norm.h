@@ -1,0 +1,55 @@
+// weight * rmsnorm(x) * silu(gate), rounded where the model rounds.
+// Included inside the namespace of one instruction set, after rows.h.
+
+GDN_INLINE F rounded(F x, DType d) {
+  if (d == DType::bf16) {
+    bf16_t tmp[kLanes];
+    store(tmp, x);
+    return load(tmp);
+  }
+  if (d == DType::f16) {
+    f16_t tmp[kLanes];
+    store(tmp, x);
+    return load(tmp);
+  }
+  return x;
+}
+
+// x, gate, weight: padded(V) floats with zero tails; the result replaces x. `round_normed` and
+// `round_weighted` are the dtypes the two intermediates live in (f32 = no rounding).
+static void norm_row(float* x, const float* gate, const float* weight, int64_t V, float eps,
+                     DType round_normed, DType round_weighted) {
+  const float mean = dot(x, x, V) / static_cast<float>(V);
+  const F r = broadcast(1.f / __builtin_sqrtf(mean + eps));
+  for (int64_t i = 0; i < V; i += kLanes) {
+    const F normed = rounded(load(x + i) * r, round_normed);
+    const F weighted = rounded(load(weight + i) * normed, round_weighted);
+    store(x + i, weighted * silu(load(gate + i)));
+  }
+}
+
+static void gated_rms_norm(const NormArgs& a, const Parallel& parallel) {
+  constexpr int64_t rows_each = 64;
+  View x, gate, y;
+  x.ptr = const_cast<void*>(a.x);
+  x.dtype = y.dtype = a.dtype;
+  x.st = a.s_x;
+  gate.ptr = const_cast<void*>(a.gate);
+  gate.dtype = a.gate_dtype;
+  gate.st = a.s_gate;
+  y.ptr = a.y;
+  y.st = a.V;
+  const DType round_weighted = a.weight.dtype == a.dtype ? a.dtype : DType::f32;
+  auto body = [&](int64_t begin, int64_t end) {
+    float xr[kMaxRow], gr[kMaxRow], w[kMaxRow];
+    load_params(a.weight, 0, a.V, w);
+    const int64_t last = end * rows_each < a.rows ? end * rows_each : a.rows;
+    for (int64_t r = begin * rows_each; r < last; ++r) {
+      load_row(x, 0, r, 0, a.V, xr);
+      load_row(gate, 0, r, 0, a.V, gr);
+      norm_row(xr, gr, w, a.V, a.eps, a.dtype, round_weighted);
+      store_row(y, 0, r, 0, 0, a.V, xr);
+    }
+  };
+  parallel_for(parallel, (a.rows + rows_each - 1) / rows_each, body);
+}
