@@ -494,13 +494,9 @@ def recurrent_lowrank(steps, act, R, B=2, H=1, HV=2, K=128, V=128, k=f32, u=f32)
                 None, None, True,
             )  # fmt: skip
             assert_close(f"o at step {step}", o, want, roundings=2, noise=16 if k is f32 else 4096)
-        # win_fill counts on, beyond 16 bits too.
-        fill.fill_(65535)
-        ops.recurrent_lowrank(
-            *[to_device(t) for t in script[0][0]], win_k, win_u, win_g, fill, to_device(idx), None, None,
-            None, None, True,
-        )  # fmt: skip
-        assert fill.cpu().eq(65536).all(), f"win_fill: expected 65536, got {fill.cpu().tolist()}"
+        # Live entries and, once the ring is full, the slot of the oldest.
+        packed = min(steps, R) + 65536 * (steps % R if steps > R else 0)
+        assert fill.cpu().eq(packed).all(), f"win_fill: expected {packed}, got {fill.cpu().tolist()}"
         ops.window_reset(fill, to_device(idx))
         assert fill.cpu().eq(0).all(), "window_reset left a count"
 

@@ -8,8 +8,13 @@ namespace xpu {
 
 constexpr int kMaxWindow = 64;  // R
 
-// The entries in force and the slot the next one takes. A window with a base fills from slot 0 and
-// is folded; one without is a ring: win_fill counts every entry ever appended.
+// win_fill packs three counts (docs/windows.md): live entries, tokens of the last call minus one,
+// slot of the oldest entry.
+__device__ inline int pack_fill(int fill, int drafts, int head) {
+  return fill + 256 * drafts + 65536 * head;
+}
+
+// The live entries and the slot the next one takes.
 struct WindowSpan {
   int count, oldest, size, next;
   __device__ inline int slot(int i) const {
@@ -19,7 +24,7 @@ struct WindowSpan {
 };
 
 struct WindowCall {
-  bool active;  // this sequence has a token in this launch
+  bool active;  // this sequence has a token in this launch, or is to be flushed
   bool fold;
   WindowSpan window;
   int fill_after;
@@ -44,33 +49,42 @@ __device__ inline WindowCall read_call(const WindowParams& p, int n, lm_ptr<char
   if (!c.active || !s->live) return c;
   XPU_LOAD(p.fill + static_cast<gm_addr>(s->row * p.s_fill * 4), meta + 40, 4);
   XPU_FENCE(XPU_LM_GM);
-  int fill = lm_get(lm_cast<int32_t>(meta + 40), 0);
-  if (fill < 0) fill = 0;
+  const int word = lm_get(lm_cast<int32_t>(meta + 40), 0);
+  int fill = min_int(word & 255, p.R), head = (word >> 16) & 255;
+  if (head >= p.R) head = 0;
   if (p.flush) {
     c.fold = p.flush == 1 && fill > 0;
-    c.active = c.fold || p.flush == 2;
-    c.window = {min_int(fill, p.R), 0, p.R, 0};
+    c.window = {fill, head, p.R, 0};
     return c;
   }
   // Only the first token of a call drops what was rejected, starts afresh or folds.
   const bool first = p.token == 0;
-  if (first && p.accepted.addr) {
-    const int64_t drop = s->length - s->accepted;
+  s->fresh = s->fresh && first;
+  if (s->fresh) {
+    fill = 0;
+    head = 0;
+  } else if (first && p.accepted.addr) {
+    const int64_t drop = ((word >> 8) & 255) + 1 - s->accepted;
     if (drop > 0) fill = drop < fill ? fill - static_cast<int>(drop) : 0;
   }
-  s->fresh = s->fresh && first;
-  if (s->fresh) fill = 0;
+  const int drafts = min_int(s->length, 256) - 1;
+  int next = head + fill;
+  if (next >= p.R) next -= p.R;
+  c.window = {fill, head, p.R, next};
   if (p.state) {
-    if (fill > p.R) fill = p.R;
-    c.fold = s->fresh || (first && fill + s->length > p.R);
-    c.window = {fill, 0, p.R, c.fold ? 0 : fill};
-    c.fill_after = (c.fold ? 0 : fill) + 1;
+    c.fold = first && fill > 0 && fill + s->length > p.R;
+    if (c.fold) {
+      c.window.next = 0;
+      fill = 0;
+      head = 0;
+    }
     // More tokens than the window holds are refused on the host where lengths are known there.
-    if (c.window.next >= p.R) c.active = false;
+    if (fill >= p.R) c.active = false;
+    c.fill_after = pack_fill(fill + 1, drafts, head);
+  } else if (fill < p.R) {
+    c.fill_after = pack_fill(fill + 1, drafts, head);
   } else {
-    const int count = min_int(fill, p.R), next = fill % p.R;
-    c.window = {count, fill > p.R ? next : 0, p.R, next};
-    c.fill_after = fill + 1;
+    c.fill_after = pack_fill(fill, drafts, head + 1 < p.R ? head + 1 : 0);
   }
   return c;
 }
