@@ -28,7 +28,12 @@ def _relative(paths) -> list[str]:
 def add_twin(extension) -> None:
     """The kernels run by the host twin, registered under PrivateUse1."""
     extension.sources += _relative(
-        [*XPU.glob("*.cpp"), *XPU.glob("twin/*.cpp"), XPU / "runtime/host.cpp", XPU / "runtime/device_twin.cpp"]
+        [
+            *XPU.glob("*.cpp"),
+            *XPU.glob("twin/*.cpp"),
+            XPU / "runtime/host.cpp",
+            XPU / "runtime/device_twin.cpp",
+        ]
     )
     extension.define_macros.append(("GDN_XPU_TWIN", "1"))
 
@@ -39,9 +44,9 @@ def _first(what: str, candidates: list[Path]) -> Path:
             return path
     tried = ", ".join(map(str, candidates)) or "nothing: neither XPU_TOOLKIT nor KUNLUN_HOME is set"
     raise RuntimeError(
-        f"GDN_BACKEND=xpu: {what} not found (tried {tried}). Set XPU_TOOLKIT to the XTDK folder and "
-        "KUNLUN_HOME to the folder that holds xre, or build GDN_BACKEND=xpu-twin to run the kernels "
-        "on the host."
+        f"GDN_BACKEND=xpu: {what} not found (tried {tried}). Set XPU_TOOLKIT to the XTDK "
+        "folder and KUNLUN_HOME to the folder that holds xre, or build GDN_BACKEND=xpu-twin to run "
+        "the kernels on the host."
     )
 
 
@@ -54,7 +59,8 @@ def toolchain() -> tuple[Path, Path, Path]:
     clang = _first("the XPU compiler clang++", [r / "bin" / "clang++" for r in tool_roots])
     header = _first("xpu/runtime.h", [r / "include" / "xpu" / "runtime.h" for r in xre_roots])
     library = _first(
-        "libxpurt.so", [r / folder / "libxpurt.so" for r in xre_roots for folder in ("so", "lib64", "lib")]
+        "libxpurt.so",
+        [r / folder / "libxpurt.so" for r in xre_roots for folder in ("so", "lib64", "lib")],
     )
     return clang, header.parent.parent, library.parent
 
@@ -70,9 +76,7 @@ def add_vendor(extension, build_folder: Path) -> None:
             command += [f"-D{name}" for name in os.environ["GDN_XPU_DEFINES"].split(",")]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
-            raise RuntimeError(
-                f"GDN_BACKEND=xpu: {' '.join(command)} failed:\n{done.stderr}"
-            )
+            raise RuntimeError(f"GDN_BACKEND=xpu: {' '.join(command)} failed:\n{done.stderr}")
         extension.extra_objects.append(str(target))
     extension.sources += _relative(
         [XPU / "ops.cpp", XPU / "runtime/host.cpp", XPU / "runtime/device_vendor.cpp"]

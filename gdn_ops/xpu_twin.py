@@ -1,8 +1,8 @@
 """The host twin of a Kunlun XPU3 as a torch device, in builds made with ``GDN_BACKEND=xpu-twin``.
 
-The twin runs the XPU kernels' own source on the host: their assembly text through an interpreter, their
-transfers and fences against a model that is stricter than any public statement about the chip. Nothing
-it says is about speed. ``docs/xpu.md`` explains what it checks and what only hardware can tell.
+The twin runs the XPU kernels' own source on the host: their assembly text through an interpreter,
+their transfers and fences against a model stricter than any public statement about the chip. Nothing
+it says is about speed. ``docs/xpu.md``: what it checks, and what only hardware can tell.
 
 Example:
     >>> from gdn_ops import xpu_twin
@@ -35,9 +35,7 @@ def device() -> torch.device:
             PrivateUse1 backend.
     """
     if not available():
-        raise RuntimeError(
-            "gdn_ops: built without the XPU twin; rebuild with GDN_BACKEND=xpu-twin"
-        )
+        raise RuntimeError("gdn_ops: built without the XPU twin; rebuild with GDN_BACKEND=xpu-twin")
     if torch._C._get_privateuse1_backend_name() != NAME:
         torch.utils.rename_privateuse1_backend(NAME)
     if not hasattr(torch, NAME):
@@ -55,7 +53,7 @@ def device() -> torch.device:
 
 
 def reports() -> list[dict]:
-    """Counters of the launches since the last call: transfers, instructions, local memory, balance."""
+    """Counters of the launches since the last call: bytes, instructions, local memory, balance."""
     return json.loads(torch.ops.gdn_xpu_twin.report())
 
 

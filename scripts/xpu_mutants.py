@@ -1,10 +1,11 @@
 """Mutation test of the XPU kernels: one defect at a time, and the numerics cases must notice it.
 
-The twin applies a defect where the kernel runs, so nothing is recompiled: an instruction of an assembly
-block is deleted, repeated, given another mask, swapped operands or a sibling mnemonic; a fence or a
-barrier is left out; a transfer is dropped, shortened by 4 bytes or lengthened by 64. Every place in the
-kernels that the cases reach is a candidate. A mutant that no case notices is printed; the ones known to
-change nothing are listed below with the reason, and any other makes the script fail.
+The twin applies a defect where the kernel runs, so nothing is recompiled: an instruction of an
+assembly block is deleted, repeated, given another mask, swapped operands or a sibling mnemonic; a
+fence or a barrier is left out; a transfer is dropped, shortened by 4 bytes or lengthened by 64.
+Every place in the kernels that the cases reach is a candidate. A mutant that no case notices is
+printed; the ones known to change nothing are listed below with the reason, and any other makes the
+script fail.
 
     python scripts/xpu_mutants.py [--only SUBSTRING] [--list]
 """
@@ -116,7 +117,8 @@ def main() -> int:
         for kind, site in which:
             print(f"    {kind} {site}: {source_line(site)}")
     print(
-        f"{len(chosen)} mutants, {len(chosen) - len(survivors) - count} caught, {count} equivalent, "
+        f"{len(chosen)} mutants, {len(chosen) - len(survivors) - count} caught, "
+        f"{count} equivalent, "
         f"{len(survivors)} survived, {time.time() - start:.0f} s"
     )
     return 1 if survivors else 0

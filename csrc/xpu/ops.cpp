@@ -84,10 +84,10 @@ Tensor op_recurrent_gated(const Tensor& q, const Tensor& k, const Tensor& v, con
 }
 
 Tensor window_common(const char* op, const Tensor& q, const Tensor& k, const Tensor& v,
-                     const Tensor& g, const Tensor& beta, Tensor* state, const WindowTensors& window,
-                     const SeqTensors& seq, std::optional<double> scale, bool qk_l2norm) {
-  RecurrentArgs a =
-      recurrent_args(op, q, k, v, {g, beta}, state, &window, seq, scale, qk_l2norm);
+                     const Tensor& g, const Tensor& beta, Tensor* state,
+                     const WindowTensors& window, const SeqTensors& seq,
+                     std::optional<double> scale, bool qk_l2norm) {
+  RecurrentArgs a = recurrent_args(op, q, k, v, {g, beta}, state, &window, seq, scale, qk_l2norm);
   Tensor o = token_output(q, {q.size(0), q.size(1), a.HV, a.V}, seq.cu_seqlens);
   a.out = view_of(o, a.V);
   launch(op, q, [&](void* stream) { recurrent_window(a, stream); });
@@ -100,10 +100,9 @@ Tensor op_recurrent_buffered(const Tensor& q, const Tensor& k, const Tensor& v, 
                              const OptTensor& has_initial_state, const OptTensor& cu_seqlens,
                              const OptTensor& num_accepted, std::optional<double> scale,
                              bool qk_l2norm) {
-  return window_common("recurrent_buffered", q, k, v, g, beta, &state,
-                       {win_k, win_u, win_g, win_fill},
-                       {state_indices, has_initial_state, cu_seqlens, num_accepted}, scale,
-                       qk_l2norm);
+  return window_common(
+      "recurrent_buffered", q, k, v, g, beta, &state, {win_k, win_u, win_g, win_fill},
+      {state_indices, has_initial_state, cu_seqlens, num_accepted}, scale, qk_l2norm);
 }
 
 Tensor op_recurrent_lowrank(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g,
@@ -112,10 +111,9 @@ Tensor op_recurrent_lowrank(const Tensor& q, const Tensor& k, const Tensor& v, c
                             const OptTensor& has_initial_state, const OptTensor& cu_seqlens,
                             const OptTensor& num_accepted, std::optional<double> scale,
                             bool qk_l2norm) {
-  return window_common("recurrent_lowrank", q, k, v, g, beta, nullptr,
-                       {win_k, win_u, win_g, win_fill},
-                       {state_indices, has_initial_state, cu_seqlens, num_accepted}, scale,
-                       qk_l2norm);
+  return window_common(
+      "recurrent_lowrank", q, k, v, g, beta, nullptr, {win_k, win_u, win_g, win_fill},
+      {state_indices, has_initial_state, cu_seqlens, num_accepted}, scale, qk_l2norm);
 }
 
 void op_window_flush(Tensor& state, Tensor& win_k, Tensor& win_u, Tensor& win_g, Tensor& win_fill,
@@ -182,10 +180,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> op_conv_gating(
     int64_t num_k_heads, int64_t head_k_dim, const OptTensor& state_indices,
     const OptTensor& has_initial_state, const OptTensor& cu_seqlens, const OptTensor& num_accepted,
     bool qk_l2norm, std::string activation, bool conv_leading) {
-  ConvGatingArgs f = conv_gating_args(
-      "conv_gating", mixed_qkv, a, b, conv_weight, conv_bias, A_log, dt_bias, conv_state,
-      num_k_heads, head_k_dim, {state_indices, has_initial_state, cu_seqlens, num_accepted},
-      qk_l2norm, activation, conv_leading);
+  ConvGatingArgs f = conv_gating_args("conv_gating", mixed_qkv, a, b, conv_weight, conv_bias, A_log,
+                                      dt_bias, conv_state, num_k_heads, head_k_dim,
+                                      {state_indices, has_initial_state, cu_seqlens, num_accepted},
+                                      qk_l2norm, activation, conv_leading);
   Front out = front_outputs(f, mixed_qkv, cu_seqlens);
   launch("conv_gating", mixed_qkv, [&](void* stream) { conv_gating(f, stream); });
   return {out.q, out.k, out.v, out.g, out.beta};
@@ -203,11 +201,10 @@ Tensor op_gated_rms_norm(const Tensor& x, const Tensor& gate, const Tensor& weig
 // then the norm, through scratch of torch's own allocator.
 Tensor decode_common(const char* op, const DecodeTensors& t, int64_t num_k_heads,
                      int64_t head_k_dim, const SeqTensors& seq, std::optional<double> scale,
-                     bool qk_l2norm, double eps, const std::string& activation,
-                     bool conv_leading) {
+                     bool qk_l2norm, double eps, const std::string& activation, bool conv_leading) {
   const Tensor& x = t.projected;
-  DecodeArgs d = decode_args(op, t, num_k_heads, head_k_dim, seq, scale, qk_l2norm, eps,
-                             activation, conv_leading);
+  DecodeArgs d = decode_args(op, t, num_k_heads, head_k_dim, seq, scale, qk_l2norm, eps, activation,
+                             conv_leading);
   RecurrentArgs& r = d.recurrent;
   const int64_t B = x.size(0), T = x.size(1);
   if (decode_fits(d)) {
@@ -239,7 +236,8 @@ Tensor decode_common(const char* op, const DecodeTensors& t, int64_t num_k_heads
   n.s_x = r.V;
   n.weight = d.norm_weight;
   n.eps = d.norm_eps;
-  // Tokens of the projection lie one stride apart when it is contiguous in its first two dimensions.
+  // Tokens of the projection lie one stride apart when it is contiguous in its first two
+  // dimensions.
   TORCH_CHECK(B <= 1 || T <= 1 || d.z.sb == T * d.z.st, op,
               ": projected: expected [B, T] with one stride between tokens, got strides ",
               x.strides());
@@ -262,12 +260,11 @@ Tensor op_decode(const Tensor& projected, const Tensor& conv_weight, const OptTe
                  const OptTensor& cu_seqlens, const OptTensor& num_accepted,
                  std::optional<double> scale, bool qk_l2norm, double eps, std::string activation,
                  bool conv_leading) {
-  return decode_common("decode",
-                       {projected, conv_weight, conv_bias, A_log, dt_bias, norm_weight, conv_state,
-                        &state, nullptr},
-                       num_k_heads, head_k_dim,
-                       {state_indices, has_initial_state, cu_seqlens, num_accepted}, scale,
-                       qk_l2norm, eps, activation, conv_leading);
+  return decode_common(
+      "decode",
+      {projected, conv_weight, conv_bias, A_log, dt_bias, norm_weight, conv_state, &state, nullptr},
+      num_k_heads, head_k_dim, {state_indices, has_initial_state, cu_seqlens, num_accepted}, scale,
+      qk_l2norm, eps, activation, conv_leading);
 }
 
 Tensor op_decode_buffered(const Tensor& projected, const Tensor& conv_weight,
@@ -279,12 +276,11 @@ Tensor op_decode_buffered(const Tensor& projected, const Tensor& conv_weight,
                           const OptTensor& num_accepted, std::optional<double> scale,
                           bool qk_l2norm, double eps, std::string activation, bool conv_leading) {
   const WindowTensors window{win_k, win_u, win_g, win_fill};
-  return decode_common("decode_buffered",
-                       {projected, conv_weight, conv_bias, A_log, dt_bias, norm_weight, conv_state,
-                        &state, &window},
-                       num_k_heads, head_k_dim,
-                       {state_indices, has_initial_state, cu_seqlens, num_accepted}, scale,
-                       qk_l2norm, eps, activation, conv_leading);
+  return decode_common(
+      "decode_buffered",
+      {projected, conv_weight, conv_bias, A_log, dt_bias, norm_weight, conv_state, &state, &window},
+      num_k_heads, head_k_dim, {state_indices, has_initial_state, cu_seqlens, num_accepted}, scale,
+      qk_l2norm, eps, activation, conv_leading);
 }
 
 Tensor op_decode_lowrank(const Tensor& projected, const Tensor& conv_weight,
@@ -293,8 +289,8 @@ Tensor op_decode_lowrank(const Tensor& projected, const Tensor& conv_weight,
                          Tensor& win_u, Tensor& win_g, Tensor& win_fill, int64_t num_k_heads,
                          int64_t head_k_dim, const OptTensor& state_indices,
                          const OptTensor& has_initial_state, const OptTensor& cu_seqlens,
-                         const OptTensor& num_accepted, std::optional<double> scale,
-                         bool qk_l2norm, double eps, std::string activation, bool conv_leading) {
+                         const OptTensor& num_accepted, std::optional<double> scale, bool qk_l2norm,
+                         double eps, std::string activation, bool conv_leading) {
   const WindowTensors window{win_k, win_u, win_g, win_fill};
   return decode_common("decode_lowrank",
                        {projected, conv_weight, conv_bias, A_log, dt_bias, norm_weight, conv_state,

@@ -84,7 +84,8 @@ Tensor on_host(const Tensor& t) {
 Tensor empty_memory_format(at::IntArrayRef size, std::optional<at::ScalarType> dtype,
                            std::optional<at::Layout>, std::optional<at::Device>,
                            std::optional<bool>, std::optional<at::MemoryFormat> format) {
-  return at::detail::empty_generic(size, &allocator(), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
+  return at::detail::empty_generic(size, &allocator(),
+                                   c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
                                    c10::dtype_or_default(dtype), format);
 }
 
@@ -106,10 +107,9 @@ Tensor copy_from_and_resize(const Tensor& self, const Tensor& dst) {
   return copy_from(self, dst, false);
 }
 
-const Tensor& resize(const Tensor& self, at::IntArrayRef size,
-                     std::optional<at::MemoryFormat>) {
-  const int64_t bytes = at::detail::computeStorageNbytesContiguous(
-      size, self.dtype().itemsize(), self.storage_offset());
+const Tensor& resize(const Tensor& self, at::IntArrayRef size, std::optional<at::MemoryFormat>) {
+  const int64_t bytes = at::detail::computeStorageNbytesContiguous(size, self.dtype().itemsize(),
+                                                                   self.storage_offset());
   if (bytes > static_cast<int64_t>(self.storage().nbytes()))
     TwinHooks().resizePrivateUse1Bytes(self.storage(), bytes);
   self.unsafeGetTensorImpl()->set_sizes_contiguous(size);

@@ -1,7 +1,7 @@
 """What the XPU twin can say about cost: bytes, instructions, balance, local memory. No times.
 
-``model_seconds`` turns the counts into a **model** of time from a bandwidth and an instruction rate that
-the caller assumes; nothing here was measured on a chip.
+``model_seconds`` turns the counts into a **model** of time from a bandwidth and an instruction
+rate that the caller assumes; nothing here was measured on a chip.
 """
 
 from __future__ import annotations
@@ -72,7 +72,11 @@ def _run(op: str, batch: int, heads: int, value_heads: int, dtype: torch.dtype, 
     if op == "recurrent_lowrank":
         win[3].fill_(R)
         o = torch.ops.gdn.recurrent_lowrank(q, k, v, g, beta, *win, *tail)
-        floor = _bytes(q, k, v, g, beta, o, index) + _bytes(*entries) * (R + 1) // R + 2 * _bytes(win[3])
+        floor = (
+            _bytes(q, k, v, g, beta, o, index)
+            + _bytes(*entries) * (R + 1) // R
+            + 2 * _bytes(win[3])
+        )
         return xpu_twin.reports(), floor, calls
     # One fold cycle: the window holds 1 .. R entries before the call, and R folds.
     floor = 0
@@ -141,7 +145,7 @@ def records(
 def model_seconds(
     record: dict, vector_rate: float, bandwidth: float = MODEL_BANDWIDTH
 ) -> dict[str, float]:
-    """A model, not a measurement: seconds for the bytes, for the busiest core, and the larger of both.
+    """A model, not a measurement: seconds for the bytes, for the busiest core, and the larger.
 
     Args:
         record: a result of :func:`record`.

@@ -1,8 +1,8 @@
-"""Calls of every XPU kernel with their oracles: the numerics tests and the mutation script share them.
+"""Calls of every XPU kernel with their oracles, for the numerics tests and the mutation script.
 
-Each case is a function without arguments that raises when the twin and the oracle disagree. Inputs and
-oracles are made once; pools are copied for each run, with a spare row before and after the rows in use
-that must stay as it was to the bit.
+Each case is a function without arguments that raises when the twin and the oracle disagree. Inputs
+and oracles are made once; pools are copied for each run, and rows that no sequence owns must stay
+as they were to the bit.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import functools
 from collections.abc import Callable
 
 import torch
+from twin import assert_close, to_device
 
 from gdn_ops import reference
-from twin import assert_close, to_device
 
 f32, f16, bf16 = torch.float32, torch.float16, torch.bfloat16
 ops = torch.ops.gdn
@@ -60,31 +60,34 @@ def untouched(name: str, got: torch.Tensor, before: torch.Tensor, rows) -> None:
 
 @cases(
     {
-        "f16": dict(act=f16, state=f16),
-        "f16 odd split": dict(act=f16, state=f16, B=5, HV=4),
-        "f32 acts, f16 state": dict(act=f32, state=f16),
-        "bf16 acts, f16 state": dict(act=bf16, state=f16),
-        "f32": dict(act=f32, state=f32),
-        "bf16": dict(act=bf16, state=bf16),
-        "f32 acts, bf16 state": dict(act=f32, state=bf16),
-        "f16 acts, f32 state": dict(act=f16, state=f32),
-        "no norm": dict(act=f32, state=f32, l2norm=False, scale=0.25),
-        "K 64": dict(act=f32, state=f16, K=64, V=40),
-        "K 256": dict(act=f32, state=f32, K=256, V=24, HV=2),
-        "K 100, V 70": dict(act=f16, state=f16, K=100, V=70),
-        "K 1, V 1": dict(act=f32, state=f32, K=1, V=1),
-        "rows": dict(act=f16, state=f16, rows=[3, -1, 6]),
-        "rows int32, fresh": dict(
-            act=f32, state=f32, rows=torch.tensor([4, 2, 7], dtype=torch.int32), fresh=[1]
-        ),
-        "raw gates": dict(act=bf16, state=f32, raw=True),
-        "gates gone": dict(act=f32, state=f16, clear=True),
-        "strided pool": dict(act=f32, state=f16, strided=True),
-        "many": dict(act=f16, state=f16, B=40, H=2, HV=6, K=64, V=64),
+        "f16": {"act": f16, "state": f16},
+        "f16 odd split": {"act": f16, "state": f16, "B": 5, "HV": 4},
+        "f32 acts, f16 state": {"act": f32, "state": f16},
+        "bf16 acts, f16 state": {"act": bf16, "state": f16},
+        "f32": {"act": f32, "state": f32},
+        "bf16": {"act": bf16, "state": bf16},
+        "f32 acts, bf16 state": {"act": f32, "state": bf16},
+        "f16 acts, f32 state": {"act": f16, "state": f32},
+        "no norm": {"act": f32, "state": f32, "l2norm": False, "scale": 0.25},
+        "K 64": {"act": f32, "state": f16, "K": 64, "V": 40},
+        "K 256": {"act": f32, "state": f32, "K": 256, "V": 24, "HV": 2},
+        "K 100, V 70": {"act": f16, "state": f16, "K": 100, "V": 70},
+        "K 1, V 1": {"act": f32, "state": f32, "K": 1, "V": 1},
+        "rows": {"act": f16, "state": f16, "rows": [3, -1, 6]},
+        "rows int32, fresh": {
+            "act": f32,
+            "state": f32,
+            "rows": torch.tensor([4, 2, 7], dtype=torch.int32),
+            "fresh": [1],
+        },
+        "raw gates": {"act": bf16, "state": f32, "raw": True},
+        "gates gone": {"act": f32, "state": f16, "clear": True},
+        "strided pool": {"act": f32, "state": f16, "strided": True},
+        "many": {"act": f16, "state": f16, "B": 40, "H": 2, "HV": 6, "K": 64, "V": 64},
     }
 )
-def recurrent(act, state, B=3, H=2, HV=6, K=128, V=128, l2norm=True, scale=None, rows=None, fresh=(),
-              raw=False, clear=False, strided=False):  # fmt: skip
+def recurrent(act, state, B=3, H=2, HV=6, K=128, V=128, l2norm=True, scale=None, rows=None,
+              fresh=(), raw=False, clear=False, strided=False):  # fmt: skip
     g = generator()
     q, k, v, gates, beta = tokens(g, B, 1, H, HV, K, V, act)
     P = 9 if B < 8 else B + 2
@@ -127,27 +130,31 @@ def recurrent(act, state, B=3, H=2, HV=6, K=128, V=128, l2norm=True, scale=None,
 
 @cases(
     {
-        "packed f16": dict(lengths=[3, 5, 0, 1, 12], act=f16, state=f16),
-        "packed f32": dict(lengths=[3, 5], act=f32, state=f32),
-        "packed bf16, K 100": dict(lengths=[3, 5], act=bf16, state=bf16, K=100, V=70),
-        "packed f32, bf16 state": dict(lengths=[9], act=f32, state=bf16, K=64, V=16),
-        "T 4, raw gates": dict(lengths=[4, 4], packed=False, act=f16, state=f16, raw=True),
-        "drafts": dict(
-            lengths=[2, 2, 2], packed=False, act=f16, state=f16, HV=6,
-            rows=[[0, 1, 2], [3, 4, 5], [6, -1, 8]], accepted=[1, 0, 3],
-        ),
-        "drafts, T 1": dict(
-            lengths=[1, 1], packed=False, act=f32, state=f32, rows=[[2, 3], [5, 4]], accepted=[2, 1]
-        ),
-        "fresh, padding": dict(
-            lengths=[2, 3, 4], act=f32, state=f32, rows=[9, -1, 3], fresh=[0], K=256, V=24
-        ),
-        "gates gone": dict(lengths=[5], act=f32, state=f16, clear=True),
-        "strided pool": dict(lengths=[2, 1], act=f32, state=f32, strided=True),
+        "packed f16": {"lengths": [3, 5, 0, 1, 12], "act": f16, "state": f16},
+        "packed f32": {"lengths": [3, 5], "act": f32, "state": f32},
+        "packed bf16, K 100": {"lengths": [3, 5], "act": bf16, "state": bf16, "K": 100, "V": 70},
+        "packed f32, bf16 state": {"lengths": [9], "act": f32, "state": bf16, "K": 64, "V": 16},
+        "T 4, raw gates": {
+            "lengths": [4, 4], "packed": False, "act": f16, "state": f16, "raw": True
+        },
+        "drafts": {
+            "lengths": [2, 2, 2], "packed": False, "act": f16, "state": f16, "HV": 6,
+            "rows": [[0, 1, 2], [3, 4, 5], [6, -1, 8]], "accepted": [1, 0, 3],
+        },
+        "drafts, T 1": {
+            "lengths": [1, 1], "packed": False, "act": f32, "state": f32,
+            "rows": [[2, 3], [5, 4]], "accepted": [2, 1]
+        },
+        "fresh, padding": {
+            "lengths": [2, 3, 4], "act": f32, "state": f32, "rows": [9, -1, 3], "fresh": [0],
+            "K": 256, "V": 24
+        },
+        "gates gone": {"lengths": [5], "act": f32, "state": f16, "clear": True},
+        "strided pool": {"lengths": [2, 1], "act": f32, "state": f32, "strided": True},
     }
 )  # fmt: skip
-def recurrent_seq(lengths, act, state, packed=True, H=2, HV=4, K=128, V=128, rows=None, accepted=None,
-                  fresh=(), raw=False, clear=False, strided=False):  # fmt: skip
+def recurrent_seq(lengths, act, state, packed=True, H=2, HV=4, K=128, V=128, rows=None,
+                  accepted=None, fresh=(), raw=False, clear=False, strided=False):  # fmt: skip
     g = generator(1)
     N = len(lengths)
     B, T = (1, sum(lengths)) if packed else (N, lengths[0])
@@ -191,29 +198,63 @@ def recurrent_seq(lengths, act, state, packed=True, H=2, HV=4, K=128, V=128, row
 
 @cases(
     {
-        "f32": dict(act=f32, pool=f32, C=200),
-        "f16": dict(act=f16, pool=f16, C=96),
-        "bf16, f32 pool, bf16 weight": dict(act=bf16, pool=f32, C=130, T=5, weight=bf16, L=4),
-        "W 2, no bias": dict(act=f32, pool=f32, C=70, T=5, W=2, L=4, bias=False),
-        "W 1": dict(act=f32, pool=f32, C=33, W=1, L=1),
-        "packed": dict(
-            act=f32, pool=f32, C=70, W=3, L=4, lengths=[3, 0, 6], rows=[4, -1, 2], fresh=[2]
-        ),
-        "long": dict(act=f32, pool=bf16, C=40, T=130, L=4, B=2),
-        "long, narrow": dict(act=f32, pool=f32, C=40, T=130, L=3, B=1),
-        "no activation": dict(act=f32, pool=f32, C=64, silu="none"),
-        "leading": dict(act=f16, pool=f16, C=128, leading=True, T=2, L=5),
-        "drafts": dict(
-            act=f16, pool=f16, C=200, T=2, L=6, leading=True, accepted=[2, 0, 1], rows=[3, 1, 0]
-        ),
-        "transposed weight": dict(act=f32, pool=f32, C=96, weight_by_tap=True),
-        "fresh, one token": dict(
-            act=f32, pool=f32, C=70, W=3, L=4, lengths=[1, 2], rows=[1, 3], fresh=[0, 1]
-        ),
+        "f32": {"act": f32, "pool": f32, "C": 200},
+        "f16": {"act": f16, "pool": f16, "C": 96},
+        "bf16, f32 pool, bf16 weight": {
+            "act": bf16,
+            "pool": f32,
+            "C": 130,
+            "T": 5,
+            "weight": bf16,
+            "L": 4,
+        },
+        "W 2, no bias": {"act": f32, "pool": f32, "C": 70, "T": 5, "W": 2, "L": 4, "bias": False},
+        "W 1": {"act": f32, "pool": f32, "C": 33, "W": 1, "L": 1},
+        "packed": {
+            "act": f32,
+            "pool": f32,
+            "C": 70,
+            "W": 3,
+            "L": 4,
+            "lengths": [3, 0, 6],
+            "rows": [4, -1, 2],
+            "fresh": [2],
+        },
+        "long": {"act": f32, "pool": bf16, "C": 40, "T": 130, "L": 4, "B": 2},
+        "long, narrow": {"act": f32, "pool": f32, "C": 40, "T": 130, "L": 3, "B": 1},
+        "no activation": {"act": f32, "pool": f32, "C": 64, "silu": "none"},
+        "leading": {"act": f16, "pool": f16, "C": 128, "leading": True, "T": 2, "L": 5},
+        "drafts": {
+            "act": f16,
+            "pool": f16,
+            "C": 200,
+            "T": 2,
+            "L": 6,
+            "leading": True,
+            "accepted": [2, 0, 1],
+            "rows": [3, 1, 0],
+        },
+        "transposed weight": {"act": f32, "pool": f32, "C": 96, "weight_by_tap": True},
+        "fresh, one token": {
+            "act": f32,
+            "pool": f32,
+            "C": 70,
+            "W": 3,
+            "L": 4,
+            "lengths": [1, 2],
+            "rows": [1, 3],
+            "fresh": [0, 1],
+        },
         # More sequences than cores, nearly all empty: a core looks up several in a row.
-        "many empty": dict(
-            act=f32, pool=f32, C=33, W=2, L=1, lengths=[0] * 1000 + [2] + [0] * 999, rows=[1] * 2000
-        ),
+        "many empty": {
+            "act": f32,
+            "pool": f32,
+            "C": 33,
+            "W": 2,
+            "L": 1,
+            "lengths": [0] * 1000 + [2] + [0] * 999,
+            "rows": [1] * 2000,
+        },
     }
 )
 def short_conv(act, pool, C, B=3, T=1, W=4, L=3, bias=True, weight=f32, leading=False, lengths=None,
@@ -242,7 +283,9 @@ def short_conv(act, pool, C, B=3, T=1, W=4, L=3, bias=True, weight=f32, leading=
     def run():
         for state in (by_channel, by_column):
             device_pool = to_device(state)
-            y = ops.short_conv(*[to_device(t) for t in (x, w, b)], device_pool, *[to_device(t) for t in tail])
+            y = ops.short_conv(
+                *[to_device(t) for t in (x, w, b)], device_pool, *[to_device(t) for t in tail]
+            )
             assert_close("y", y, want)
             assert_close("conv_state", device_pool, want_pool, noise=0 if pool is not bf16 else 8)
 
@@ -251,14 +294,32 @@ def short_conv(act, pool, C, B=3, T=1, W=4, L=3, bias=True, weight=f32, leading=
 
 @cases(
     {
-        "f16": dict(act=f16, B=3),
-        "f32, rows": dict(act=f32, T=3, HV=4, K=64, V=100, rows=[3, -1]),
-        "wide heads, no norm": dict(act=f32, B=2, T=3, H=1, HV=2, K=200, V=40, l2norm=False),
-        "packed bf16": dict(act=bf16, HV=4, K=64, V=64, lengths=[2, 5]),
-        "drafts": dict(
-            act=f32, B=3, T=2, HV=2, K=32, V=32, L=5, leading=True, accepted=[1, 0, 2], rows=[1, 2, 3]
-        ),
-        "many heads": dict(act=f32, B=1, H=5, HV=70, K=32, V=32),
+        "f16": {"act": f16, "B": 3},
+        "f32, rows": {"act": f32, "T": 3, "HV": 4, "K": 64, "V": 100, "rows": [3, -1]},
+        "wide heads, no norm": {
+            "act": f32,
+            "B": 2,
+            "T": 3,
+            "H": 1,
+            "HV": 2,
+            "K": 200,
+            "V": 40,
+            "l2norm": False,
+        },
+        "packed bf16": {"act": bf16, "HV": 4, "K": 64, "V": 64, "lengths": [2, 5]},
+        "drafts": {
+            "act": f32,
+            "B": 3,
+            "T": 2,
+            "HV": 2,
+            "K": 32,
+            "V": 32,
+            "L": 5,
+            "leading": True,
+            "accepted": [1, 0, 2],
+            "rows": [1, 2, 3],
+        },
+        "many heads": {"act": f32, "B": 1, "H": 5, "HV": 70, "K": 32, "V": 32},
     }
 )
 def conv_gating(act, B=2, T=1, H=2, HV=6, K=128, V=128, l2norm=True, rows=None, lengths=None,
@@ -290,7 +351,7 @@ def conv_gating(act, B=2, T=1, H=2, HV=6, K=128, V=128, l2norm=True, rows=None, 
     return run
 
 
-@cases({"f32": dict(act=f32), "f16": dict(act=f16), "long": dict(act=f32, T=70, HV=50)})
+@cases({"f32": {"act": f32}, "f16": {"act": f16}, "long": {"act": f32, "T": 70, "HV": 50}})
 def gating(act, B=3, T=1, HV=6):
     g = generator(4)
     a, b = (10 * torch.randn(B, T, HV, generator=g).to(act) for _ in range(2))
@@ -307,12 +368,18 @@ def gating(act, B=3, T=1, HV=6):
 
 @cases(
     {
-        "f16": dict(act=f16, gate=f16, weight=f16, rows=100),
-        "f32, large gates": dict(act=f32, gate=f32, weight=f32, rows=50, span=30.0),
-        "bf16": dict(act=bf16, gate=bf16, weight=bf16, rows=900),
-        "bf16, f32 gate and weight, V 100": dict(act=bf16, gate=f32, weight=f32, rows=7, V=100),
-        "f32, bf16 gate, V 256": dict(act=f32, gate=bf16, weight=f16, rows=7, V=256),
-        "V 1": dict(act=f16, gate=f16, weight=f32, rows=1, V=1),
+        "f16": {"act": f16, "gate": f16, "weight": f16, "rows": 100},
+        "f32, large gates": {"act": f32, "gate": f32, "weight": f32, "rows": 50, "span": 30.0},
+        "bf16": {"act": bf16, "gate": bf16, "weight": bf16, "rows": 900},
+        "bf16, f32 gate and weight, V 100": {
+            "act": bf16,
+            "gate": f32,
+            "weight": f32,
+            "rows": 7,
+            "V": 100,
+        },
+        "f32, bf16 gate, V 256": {"act": f32, "gate": bf16, "weight": f16, "rows": 7, "V": 256},
+        "V 1": {"act": f16, "gate": f16, "weight": f32, "rows": 1, "V": 1},
     }
 )
 def gated_rms_norm(act, gate, weight, rows, V=128, span=1.0):
@@ -328,25 +395,52 @@ def gated_rms_norm(act, gate, weight, rows, V=128, span=1.0):
         assert_close("y", y, want, roundings=1 if act is f32 else 6, noise=4)
         # Leaving an inner rounding out, or doing it differently, changes a third of the values.
         same = (y.cpu() == want.to(act)).double().mean()
-        assert act is f32 or rows * V < 100 or same > 0.97, f"y: only {same:.3f} of the values are exact"
+        assert act is f32 or rows * V < 100 or same > 0.97, (
+            f"y: only {same:.3f} of the values are exact"
+        )
 
     return run
 
 
 @cases(
     {
-        "f32": dict(act=f32, state=f32),
-        "f16, rows, fresh": dict(act=f16, state=f16, rows=[4, -1, 0], fresh=[2]),
-        "bf16": dict(act=bf16, state=bf16, B=2, HV=4, K=64, V=96),
-        "bf16 state, no norm": dict(act=f32, state=bf16, B=2, HV=2, K=64, V=32, l2norm=False),
-        "f32, bf16 state": dict(act=f32, state=bf16, B=30, K=64, V=64),
-        "columns": dict(act=f16, state=f16, by_column=False, L=4),
-        "one sequence": dict(act=f16, state=f16, B=1, H=4, HV=8),
-        "waves": dict(act=f16, state=f16, B=70, H=12, HV=12, K=64, V=32),
-        "leading": dict(act=f16, state=f32, leading=True, L=3),
-        "strided state": dict(act=f32, state=f16, strided=True, B=2),
-        "K 256 in three launches": dict(act=f32, state=f32, B=2, H=1, HV=2, K=256, V=64),
-        "T 3 in three launches": dict(act=f32, state=f32, B=2, HV=4, K=64, V=64, T=3, roundings=4),
+        "f32": {"act": f32, "state": f32},
+        "f16, rows, fresh": {"act": f16, "state": f16, "rows": [4, -1, 0], "fresh": [2]},
+        "bf16": {"act": bf16, "state": bf16, "B": 2, "HV": 4, "K": 64, "V": 96},
+        "bf16 state, no norm": {
+            "act": f32,
+            "state": bf16,
+            "B": 2,
+            "HV": 2,
+            "K": 64,
+            "V": 32,
+            "l2norm": False,
+        },
+        "f32, bf16 state": {"act": f32, "state": bf16, "B": 30, "K": 64, "V": 64},
+        "columns": {"act": f16, "state": f16, "by_column": False, "L": 4},
+        "one sequence": {"act": f16, "state": f16, "B": 1, "H": 4, "HV": 8},
+        "waves": {"act": f16, "state": f16, "B": 70, "H": 12, "HV": 12, "K": 64, "V": 32},
+        "leading": {"act": f16, "state": f32, "leading": True, "L": 3},
+        "strided state": {"act": f32, "state": f16, "strided": True, "B": 2},
+        "K 256 in three launches": {
+            "act": f32,
+            "state": f32,
+            "B": 2,
+            "H": 1,
+            "HV": 2,
+            "K": 256,
+            "V": 64,
+        },
+        "T 3 in three launches": {
+            "act": f32,
+            "state": f32,
+            "B": 2,
+            "HV": 4,
+            "K": 64,
+            "V": 64,
+            "T": 3,
+            "roundings": 4,
+        },
     }
 )
 def decode(act, state, B=3, H=2, HV=6, K=128, V=128, T=1, rows=None, fresh=(), by_column=True, L=4,
@@ -374,7 +468,9 @@ def decode(act, state, B=3, H=2, HV=6, K=128, V=128, T=1, rows=None, fresh=(), b
         for n in fresh:
             pool[int(idx[n])] = float("nan")
     tail = (idx, has, None, None, None, l2norm, 1e-6, "silu", leading)
-    y_ref, conv_ref, pool_ref = reference.decode(x, w, None, A_log, dt_bias, norm, conv, pool, H, K, *tail)
+    y_ref, conv_ref, pool_ref = reference.decode(
+        x, w, None, A_log, dt_bias, norm, conv, pool, H, K, *tail
+    )
     used = list(range(B)) if idx is None else [int(r) for r in idx if r >= 0]
 
     def run():
@@ -392,13 +488,61 @@ def decode(act, state, B=3, H=2, HV=6, K=128, V=128, T=1, rows=None, fresh=(), b
 
 @cases(
     {
-        "f32, R 3": dict(steps=7, act=f32, state=f32, R=3),
-        "T 3, fresh": dict(steps=7, act=f32, state=f32, R=4, T=3, fresh=True),
-        "f16, R 16": dict(steps=18, act=f16, state=f16, R=16, B=2, H=1, HV=3, k=f16, u=f16),
-        "R 64": dict(steps=67, act=f32, state=f32, R=64, B=2, H=1, HV=2, K=64, V=64),
-        "K 256": dict(steps=18, act=f32, state=f32, R=16, B=2, H=1, HV=2, K=256, V=32),
-        "bf16, V 256": dict(steps=7, act=bf16, state=bf16, R=5, B=2, H=1, HV=2, V=256, k=bf16, u=f32),
-        "drafts": dict(steps=8, act=f32, state=f32, R=6, T=3, accept=(3, 1, 2, 3, 1, 1, 2, 3)),
+        "f32, R 3": {"steps": 7, "act": f32, "state": f32, "R": 3},
+        "T 3, fresh": {"steps": 7, "act": f32, "state": f32, "R": 4, "T": 3, "fresh": True},
+        "f16, R 16": {
+            "steps": 18,
+            "act": f16,
+            "state": f16,
+            "R": 16,
+            "B": 2,
+            "H": 1,
+            "HV": 3,
+            "k": f16,
+            "u": f16,
+        },
+        "R 64": {
+            "steps": 67,
+            "act": f32,
+            "state": f32,
+            "R": 64,
+            "B": 2,
+            "H": 1,
+            "HV": 2,
+            "K": 64,
+            "V": 64,
+        },
+        "K 256": {
+            "steps": 18,
+            "act": f32,
+            "state": f32,
+            "R": 16,
+            "B": 2,
+            "H": 1,
+            "HV": 2,
+            "K": 256,
+            "V": 32,
+        },
+        "bf16, V 256": {
+            "steps": 7,
+            "act": bf16,
+            "state": bf16,
+            "R": 5,
+            "B": 2,
+            "H": 1,
+            "HV": 2,
+            "V": 256,
+            "k": bf16,
+            "u": f32,
+        },
+        "drafts": {
+            "steps": 8,
+            "act": f32,
+            "state": f32,
+            "R": 6,
+            "T": 3,
+            "accept": (3, 1, 2, 3, 1, 1, 2, 3),
+        },
     }
 )
 def recurrent_buffered(steps, act, state, R, B=3, H=2, HV=6, K=128, V=128, T=1, k=f32, u=f32,
@@ -424,7 +568,9 @@ def recurrent_buffered(steps, act, state, R, B=3, H=2, HV=6, K=128, V=128, T=1, 
             accepted = torch.full((B,), accept[step])
             if step and accept[step] < T:
                 kept = [x[:, : accept[step]] for x in before[0]]
-                _, exact = reference.recurrent(*kept, before[1], idx, before[2], None, None, None, True)
+                _, exact = reference.recurrent(
+                    *kept, before[1], idx, before[2], None, None, None, True
+                )
         before = (qkvgb, exact.clone(), has)
         if accept is not None and step == 0:
             accepted = torch.full((B,), T)
@@ -458,9 +604,20 @@ def recurrent_buffered(steps, act, state, R, B=3, H=2, HV=6, K=128, V=128, T=1, 
 
 @cases(
     {
-        "f32, R 5": dict(steps=12, act=f32, R=5),
-        "f16, R 16": dict(steps=20, act=f16, R=16, B=3, H=2, HV=4, K=64, V=64, k=f16, u=f16),
-        "V 256": dict(steps=4, act=f32, R=3, B=1, H=1, HV=1, K=64, V=256),
+        "f32, R 5": {"steps": 12, "act": f32, "R": 5},
+        "f16, R 16": {
+            "steps": 20,
+            "act": f16,
+            "R": 16,
+            "B": 3,
+            "H": 2,
+            "HV": 4,
+            "K": 64,
+            "V": 64,
+            "k": f16,
+            "u": f16,
+        },
+        "V 256": {"steps": 4, "act": f32, "R": 3, "B": 1, "H": 1, "HV": 1, "K": 64, "V": 256},
     }
 )
 def recurrent_lowrank(steps, act, R, B=2, H=1, HV=2, K=128, V=128, k=f32, u=f32):
@@ -490,13 +647,15 @@ def recurrent_lowrank(steps, act, R, B=2, H=1, HV=2, K=128, V=128, k=f32, u=f32)
         fill = to_device(torch.zeros(B, dtype=torch.int32))
         for step, (qkvgb, want) in enumerate(script):
             o = ops.recurrent_lowrank(
-                *[to_device(t) for t in qkvgb], win_k, win_u, win_g, fill, to_device(idx), None, None,
-                None, None, True,
+                *[to_device(t) for t in qkvgb], win_k, win_u, win_g, fill, to_device(idx),
+                None, None, None, None, True,
             )  # fmt: skip
             assert_close(f"o at step {step}", o, want, roundings=2, noise=16 if k is f32 else 4096)
         # Live entries and, once the ring is full, the slot of the oldest.
         packed = min(steps, R) + 65536 * (steps % R if steps > R else 0)
-        assert fill.cpu().eq(packed).all(), f"win_fill: expected {packed}, got {fill.cpu().tolist()}"
+        assert fill.cpu().eq(packed).all(), (
+            f"win_fill: expected {packed}, got {fill.cpu().tolist()}"
+        )
         ops.window_reset(fill, to_device(idx))
         assert fill.cpu().eq(0).all(), "window_reset left a count"
 

@@ -146,41 +146,59 @@ int main() {
     XPU_LM(float, x, 16);
     XPU_LOAD(at(g_a), x, 64);
   });
-  run("two cores, one address", [] {
-    XPU_LM(float, x, 16);
-    zero_fill(lm_cast<char>(x), 64);
-    XPU_FENCE(XPU_LM_ONLY);
-    XPU_STORE(x, at(g_b), 64);
-    XPU_FENCE(XPU_LM_GM);
-  }, false, 2);
-  run("barrier left out by one", [] {
-    if (core_id() != 1) XPU_SYNC_CLUSTER();
-  }, true, 4);
-  run("two different barriers", [] {
-    if (core_id() == 0) {
-      XPU_SYNC_CLUSTER();
-    } else {
-      XPU_SYNC_CLUSTER();
-    }
-  }, true, 2);
+  run(
+      "two cores, one address",
+      [] {
+        XPU_LM(float, x, 16);
+        zero_fill(lm_cast<char>(x), 64);
+        XPU_FENCE(XPU_LM_ONLY);
+        XPU_STORE(x, at(g_b), 64);
+        XPU_FENCE(XPU_LM_GM);
+      },
+      false, 2);
+  run(
+      "barrier left out by one",
+      [] {
+        if (core_id() != 1) XPU_SYNC_CLUSTER();
+      },
+      true, 4);
+  run(
+      "two different barriers",
+      [] {
+        if (core_id() == 0) {
+          XPU_SYNC_CLUSTER();
+        } else {
+          XPU_SYNC_CLUSTER();
+        }
+      },
+      true, 2);
   run("barrier without asking", [] { XPU_SYNC_CLUSTER(); });
-  run("shared read without barrier", [] {
-    if (core_id() == 0) sm_put(sm_at(0), 0, 1.0f);
-    if (core_id() == 1) sm_get(sm_at(0), 0);
-    XPU_SYNC_CLUSTER();
-  }, true, 2);
-  run("shared write after read", [] {
-    if (core_id() == 0) sm_put(sm_at(0), 0, 1.0f);
-    XPU_SYNC_CLUSTER();
-    if (core_id() == 0) sm_get(sm_at(0), 0);
-    if (core_id() == 1) sm_put(sm_at(0), 0, 2.0f);
-    XPU_SYNC_CLUSTER();
-  }, true, 2);
-  run("shared memory across a barrier", [] {
-    if (core_id() == 0) sm_put(sm_at(0), 0, 1.0f);
-    XPU_SYNC_CLUSTER();
-    if (core_id() == 1) sm_get(sm_at(0), 0);
-  }, true, 2);
+  run(
+      "shared read without barrier",
+      [] {
+        if (core_id() == 0) sm_put(sm_at(0), 0, 1.0f);
+        if (core_id() == 1) sm_get(sm_at(0), 0);
+        XPU_SYNC_CLUSTER();
+      },
+      true, 2);
+  run(
+      "shared write after read",
+      [] {
+        if (core_id() == 0) sm_put(sm_at(0), 0, 1.0f);
+        XPU_SYNC_CLUSTER();
+        if (core_id() == 0) sm_get(sm_at(0), 0);
+        if (core_id() == 1) sm_put(sm_at(0), 0, 2.0f);
+        XPU_SYNC_CLUSTER();
+      },
+      true, 2);
+  run(
+      "shared memory across a barrier",
+      [] {
+        if (core_id() == 0) sm_put(sm_at(0), 0, 1.0f);
+        XPU_SYNC_CLUSTER();
+        if (core_id() == 1) sm_get(sm_at(0), 0);
+      },
+      true, 2);
   run("shared read of nothing", [] { sm_get(sm_at(64), 0); });
 
   // Assembly text.
@@ -191,7 +209,8 @@ int main() {
   run("scalar where a vector belongs", [] {
     vf32 v;
     zero(v);
-    XPU_ASM("vmac.f.mz.rn %[v]{mr1}, %[v], %[s]\n", (XPU_OP(v, "+v", v)), (XPU_OP(s, "r", sfloat(1.0f))));
+    XPU_ASM("vmac.f.mz.rn %[v]{mr1}, %[v], %[s]\n", (XPU_OP(v, "+v", v)),
+            (XPU_OP(s, "r", sfloat(1.0f))));
   });
   run("mask left out", [] {
     vf32 v;

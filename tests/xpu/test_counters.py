@@ -1,4 +1,4 @@
-"""What the kernels cost, in counts the twin takes: bytes against the floor, instructions, balance."""
+"""What the kernels cost, counted by the twin: bytes against the floor, instructions, balance."""
 
 import functools
 
@@ -60,7 +60,9 @@ def test_decode_moves_no_intermediate(value_heads):
     conv = 2 * B * C * (bench.W - 1) * 2
     projection = B * (C + HV * V + 2 * HV) * 2
     output = B * HV * V * 2
-    assert r["dma_bytes"] <= 1.04 * (record("recurrent", B, HV)["dma_bytes"] + conv + projection + output)
+    assert r["dma_bytes"] <= 1.04 * (
+        record("recurrent", B, HV)["dma_bytes"] + conv + projection + output
+    )
 
 
 def test_time_model_takes_the_larger_of_bytes_and_instructions():

@@ -1,4 +1,4 @@
-"""The twin as a torch device: real dispatcher, CPU fallback, torch.compile, against the CPU backend."""
+"""The twin as a torch device: dispatcher, CPU fallback, torch.compile, against the CPU backend."""
 
 import pytest
 import torch
@@ -33,7 +33,9 @@ def test_other_operators_run_on_the_cpu(device):
     x = torch.randn(4, 6)
     y = x.to(device)
     assert torch.equal((y @ y.T).cpu(), x @ x.T)
-    assert torch.equal(torch.nn.functional.silu(y[1:, ::2]).cpu(), torch.nn.functional.silu(x[1:, ::2]))
+    assert torch.equal(
+        torch.nn.functional.silu(y[1:, ::2]).cpu(), torch.nn.functional.silu(x[1:, ::2])
+    )
     y[2] = 0
     y += 1
     x[2] = 0

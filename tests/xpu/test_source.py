@@ -1,4 +1,4 @@
-"""The XPU sources as text: evidence for every instruction, no torch in kernels, a language check."""
+"""The XPU sources as text: evidence for every instruction, no torch, a language check."""
 
 import re
 import shutil
@@ -26,7 +26,10 @@ def instructions():
 def table():
     text = (XPU / "twin" / "isa.cpp").read_text()
     rows = re.findall(r'\{"([\w.]+)", "([^"]+)", Op::\w+, (\w+),\s*"((?:[^"]|"\s*")+)"\}', text)
-    return [(m, operands, proof == "kSeen", re.sub(r'"\s*"', "", why)) for m, operands, proof, why in rows]
+    return [
+        (m, operands, proof == "kSeen", re.sub(r'"\s*"', "", why))
+        for m, operands, proof, why in rows
+    ]
 
 
 def test_every_mnemonic_has_evidence():
@@ -63,7 +66,7 @@ def test_kernels_know_nothing_of_torch(path):
 @pytest.mark.parametrize("defines", [[], ["GDN_XPU_SCALAR_MAC"], ["GDN_XPU_NO_MERGE32"]], ids=str)
 @pytest.mark.parametrize("path", sorted(XPU.glob("kernels/*.xpu")), ids=lambda p: p.name)
 def test_device_source_parses(path, defines):
-    """The device branch of every kernel, with the vendor's declarations stubbed, on a host compiler.
+    """The device branch of every kernel on a host compiler, the vendor's declarations stubbed.
 
     A launch (`<<<`) is the one thing a host compiler cannot take; it is replaced. Assembly text is
     not assembled.
@@ -72,7 +75,15 @@ def test_device_source_parses(path, defines):
     if not compiler:
         pytest.skip("no C++ compiler")
     stubs = Path(__file__).parent / "stubs"
-    command = [compiler, "-std=c++17", "-fsyntax-only", "-x", "c++", f"-I{stubs}", "-Wno-attributes"]
+    command = [
+        compiler,
+        "-std=c++17",
+        "-fsyntax-only",
+        "-x",
+        "c++",
+        f"-I{stubs}",
+        "-Wno-attributes",
+    ]
     command += ["-Wno-psabi", "-include", str(stubs / "launch.h"), *[f"-D{d}" for d in defines]]
     done = subprocess.run([*command, str(path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]

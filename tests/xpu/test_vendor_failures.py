@@ -37,7 +37,7 @@ def test_prefill_of_256_sequences_in_one_call():
 
 
 def test_speculative_convolution_of_two_tokens():
-    """Accepted tokens end the window at the last of them: history 1 2 3, drafts 4 5 6, two accepted."""
+    """Accepted tokens end the window at the last of them: history 1 2 3, drafts 4 5 6."""
     weight = torch.tensor([[1.0, 10.0, 100.0, 1000.0]])
     pool = torch.zeros(2, 5, 1).transpose(1, 2)
     pool[1, 0, :3] = torch.tensor([1.0, 2.0, 3.0])
@@ -108,9 +108,7 @@ def test_a_row_does_not_depend_on_its_neighbours():
     with torch.no_grad():
         o = gdn_ops.recurrent(*map(to_device, inputs), together, qk_l2norm=True)
         alone = to_device(state[5:6].clone())
-        o5 = gdn_ops.recurrent(
-            *[to_device(x[5:6].clone()) for x in inputs], alone, qk_l2norm=True
-        )
+        o5 = gdn_ops.recurrent(*[to_device(x[5:6].clone()) for x in inputs], alone, qk_l2norm=True)
     assert torch.equal(o.cpu()[5:6], o5.cpu())
     assert torch.equal(together.cpu()[5:6], alone.cpu())
 
@@ -125,5 +123,7 @@ def test_limits_are_refused_by_name():
             gdn_ops.recurrent(*map(to_device, inputs), to_device(state))
         inputs = qkvgb(1, 1, 1, 1, 64, 64, f32)
         with pytest.raises(RuntimeError, match="transposed"):
-            gdn_ops.recurrent(*map(to_device, inputs), to_device(torch.zeros(1, 1, 64, 64)).transpose(2, 3))
+            gdn_ops.recurrent(
+                *map(to_device, inputs), to_device(torch.zeros(1, 1, 64, 64)).transpose(2, 3)
+            )
     assert xpu_twin.available()

@@ -29,8 +29,7 @@ __device__ inline gm_addr index_at(const IndexVector& x, int64_t i, int64_t j) {
 }
 
 __device__ inline gm_addr tensor_at(const Tensor4& x, int64_t b, int64_t t, int64_t h) {
-  return x.addr +
-         static_cast<gm_addr>((b * x.sb + t * x.st + h * x.sh) * element_bytes(x.dtype));
+  return x.addr + static_cast<gm_addr>((b * x.sb + t * x.st + h * x.sh) * element_bytes(x.dtype));
 }
 
 // Softplus as torch computes it: linear above 20.
@@ -51,8 +50,9 @@ struct Gates {
   __device__ static inline void issue(const P& p, lm_ptr<char> lm, int64_t b, int64_t t, int hv) {
     int n = element_bytes(p.g.dtype), m = element_bytes(p.beta.dtype);
     XPU_LOAD(p.g.addr + static_cast<gm_addr>((b * p.g.sb + t * p.g.st + hv * p.g.sh) * n), lm, n);
-    XPU_LOAD(p.beta.addr + static_cast<gm_addr>((b * p.beta.sb + t * p.beta.st + hv * p.beta.sh) * m),
-             lm + 16, m);
+    XPU_LOAD(
+        p.beta.addr + static_cast<gm_addr>((b * p.beta.sb + t * p.beta.st + hv * p.beta.sh) * m),
+        lm + 16, m);
     if (p.raw_gates) {
       int al = element_bytes(p.a_log.dtype), dt = element_bytes(p.dt_bias.dtype);
       XPU_LOAD(p.a_log.addr + static_cast<gm_addr>(hv * p.a_log.s0 * al), lm + 32, al);

@@ -63,16 +63,16 @@ __device__ inline SequenceMeta read_sequence(const P& p, int n, int64_t rows_in_
 }
 
 // Local memory of the convolution, allocated by the kernel (XPU_LM needs a name in its frame).
-#define XPU_CONV_LM(P, name)                                   \
-  XPU_LM(float, name##_win, (kConvMaxW - 1) * kConvBlock);     \
-  XPU_LM(float, name##_weight, kConvMaxW * kConvBlock);        \
-  XPU_LM(float, name##_bias, kConvBlock);                      \
-  XPU_LM(char, name##_staging, kConvStaging);                  \
-  XPU_LM(char, name##_x, kConvBlock * 4);                      \
-  XPU_LM(float, name##_y, kConvBlock);                         \
-  XPU_LM(float, name##_scratch, 32);                           \
-  ConvUnit<P> name = {name##_win,     name##_weight, name##_bias, name##_staging, \
-                   name##_x, name##_y,      name##_scratch, -1}
+#define XPU_CONV_LM(P, name)                                                     \
+  XPU_LM(float, name##_win, (kConvMaxW - 1) * kConvBlock);                       \
+  XPU_LM(float, name##_weight, kConvMaxW* kConvBlock);                           \
+  XPU_LM(float, name##_bias, kConvBlock);                                        \
+  XPU_LM(char, name##_staging, kConvStaging);                                    \
+  XPU_LM(char, name##_x, kConvBlock * 4);                                        \
+  XPU_LM(float, name##_y, kConvBlock);                                           \
+  XPU_LM(float, name##_scratch, 32);                                             \
+  ConvUnit<P> name = {name##_win, name##_weight, name##_bias,    name##_staging, \
+                      name##_x,   name##_y,      name##_scratch, -1}
 
 template <typename P>
 struct ConvUnit {
@@ -80,8 +80,6 @@ struct ConvUnit {
   lm_ptr<char> staging, x;
   lm_ptr<float> y, scratch;
   int held;  // first channel whose weights are loaded, -1 none
-
-  
 
   // weight[w][c], bias[c] as float32.
   __device__ inline void load_weights(const P& p, const ConvBlock& b) {
@@ -140,8 +138,7 @@ struct ConvUnit {
   }
 
   // Columns first .. first + W - 2 of the pool into the window.
-  __device__ inline void load_window(const P& p, const ConvBlock& b, int64_t row,
-                                     int first) {
+  __device__ inline void load_window(const P& p, const ConvBlock& b, int64_t row, int first) {
     const int eb = element_bytes(p.pool_dtype);
     zero_fill(lm_cast<char>(win), (kConvMaxW - 1) * kConvBlock * 4);
     if (p.s_c == 1) {
@@ -159,7 +156,8 @@ struct ConvUnit {
       load_columns(p, row, b.channel + h, n);
       for (int j = 0; j < p.W - 1; ++j)
         for (int c = 0; c < n; ++c)
-          lm_put(win, j * kConvBlock + h + c, get_element(staging, p.pool_dtype, c * p.L + first + j));
+          lm_put(win, j * kConvBlock + h + c,
+                 get_element(staging, p.pool_dtype, c * p.L + first + j));
       XPU_FENCE(XPU_LM_ONLY);
     }
   }
@@ -195,8 +193,8 @@ struct ConvUnit {
   }
 
   // The input of token t as a float32 row.
-  __device__ inline void load_token(const P& p, const SequenceMeta& s, const ConvBlock& b,
-                                    int t, lm_ptr<float> to) {
+  __device__ inline void load_token(const P& p, const SequenceMeta& s, const ConvBlock& b, int t,
+                                    lm_ptr<float> to) {
     clear_tail(x, b.width, p.x.dtype);
     XPU_LOAD(x_at(p, s, t, b.channel), x, b.width * element_bytes(p.x.dtype));
     XPU_FENCE(XPU_LM_GM);
@@ -219,14 +217,13 @@ struct ConvUnit {
 
   // Sets column l of n staged channels (contiguous columns) from a float32 row.
   __device__ inline void put_column(const P& p, int n, int l, lm_ptr<float> from) {
-    for (int c = 0; c < n; ++c)
-      put_element(staging, p.pool_dtype, c * p.L + l, lm_get(from, c));
+    for (int c = 0; c < n; ++c) put_element(staging, p.pool_dtype, c * p.L + l, lm_get(from, c));
   }
 
   // Leaves the pool as docs/ops.md says; `total` tokens were given. Before the tokens of a
   // speculative call `oldest` is 0 and the window holds the history.
-  __device__ inline void store_window(const P& p, const ConvBlock& b,
-                                      const SequenceMeta& s, int oldest) {
+  __device__ inline void store_window(const P& p, const ConvBlock& b, const SequenceMeta& s,
+                                      int oldest) {
     const int keep = p.W - 1;
     const bool shift_all = !p.leading && p.L > keep;
     if (!shift_all) {
@@ -287,8 +284,8 @@ struct ConvUnit {
   }
 
   // y <- the convolution of token t, whose input replaces the oldest row of the window.
-  __device__ inline void token(const P& p, const SequenceMeta& s, const ConvBlock& b,
-                               int t, int oldest) {
+  __device__ inline void token(const P& p, const SequenceMeta& s, const ConvBlock& b, int t,
+                               int oldest) {
     const int keep = p.W - 1;
     clear_tail(x, b.width, p.x.dtype);
     XPU_LOAD(x_at(p, s, t, b.channel), x, b.width * element_bytes(p.x.dtype));
@@ -309,7 +306,8 @@ struct ConvUnit {
       Row<kF32>::load_chunk(lm_cast<char>(weight + keep * kConvBlock) + c * 128, w_lo, w_hi);
       multiply_add(lo, w_lo, x_lo);
       multiply_add(hi, w_hi, x_hi);
-      if (keep) Row<kF32>::store_chunk(lm_cast<char>(win + oldest * kConvBlock) + c * 128, x_lo, x_hi);
+      if (keep)
+        Row<kF32>::store_chunk(lm_cast<char>(win + oldest * kConvBlock) + c * 128, x_lo, x_hi);
       if (p.silu) {
         lo = silu(lo);
         hi = silu(hi);
@@ -342,8 +340,8 @@ struct ConvUnit {
 
   // Tokens [from, to) of sequence s; `sink(t)` takes y. The pool is written when from is 0.
   template <typename Sink>
-  __device__ inline void run(const P& p, const ConvBlock& b, const SequenceMeta& s,
-                             int from, int to, Sink sink) {
+  __device__ inline void run(const P& p, const ConvBlock& b, const SequenceMeta& s, int from,
+                             int to, Sink sink) {
     const int keep = p.W - 1;
     load_weights(p, b);
     if (keep) {
@@ -380,17 +378,17 @@ struct ConvUnit {
   }
 
   // Columns 0 .. W-3 <- the window without its oldest row.
-  __device__ inline void save_shifted(const P& p, const ConvBlock& b,
-                                      const SequenceMeta& s, int oldest) {
+  __device__ inline void save_shifted(const P& p, const ConvBlock& b, const SequenceMeta& s,
+                                      int oldest) {
     for (int j = 1; j < p.W - 1; ++j) save_row(p, b, s, (oldest + j) % (p.W - 1), j - 1);
   }
-  __device__ inline void save_token(const P& p, const ConvBlock& b, const SequenceMeta& s,
-                                    int slot, int column) {
+  __device__ inline void save_token(const P& p, const ConvBlock& b, const SequenceMeta& s, int slot,
+                                    int column) {
     save_row(p, b, s, slot, column);
   }
   // Column `column` of the pool <- row `slot` of the window.
-  __device__ inline void save_row(const P& p, const ConvBlock& b, const SequenceMeta& s,
-                                  int slot, int column) {
+  __device__ inline void save_row(const P& p, const ConvBlock& b, const SequenceMeta& s, int slot,
+                                  int column) {
     if (p.s_c == 1) {
       store_column(p, b, s.row, column, win + slot * kConvBlock);
       return;

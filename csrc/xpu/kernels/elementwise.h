@@ -92,8 +92,9 @@ __device__ inline vf32 sigmoid(const vf32& x) {
       "vadd.f.mz.rn %[r]{mr1}, %[magic], %[b]\n"
       "vsub.f.mz.rn %[n]{mr1}, %[magic], %[r]\n",
       (XPU_OP(b, "=&v", b), XPU_OP(r, "=&v", r), XPU_OP(n, "=&v", minus_n)),
-      (XPU_OP(x, "v", x), XPU_OP(log2e, "r", sfloat(1.44269504f)), XPU_OP(bound, "r", sfloat(-120.0f)),
-       XPU_OP(minus, "r", sfloat(-1.0f)), XPU_OP(magic, "r", sfloat(12582912.0f))));
+      (XPU_OP(x, "v", x), XPU_OP(log2e, "r", sfloat(1.44269504f)),
+       XPU_OP(bound, "r", sfloat(-120.0f)), XPU_OP(minus, "r", sfloat(-1.0f)),
+       XPU_OP(magic, "r", sfloat(12582912.0f))));
   vf32 f = vvadd_float32x16(b, minus_n);
   // 2^f by Horner's rule.
   const float c[6] = {1.33335581e-3f, 9.61812911e-3f, 5.55041087e-2f,

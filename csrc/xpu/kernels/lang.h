@@ -72,7 +72,7 @@ __device__ inline uint16_t s_float_to_half(sfloat f) {
 }  // namespace gdn
 
 #define XPU_GM(addr) (reinterpret_cast<__global_ptr__ char*>(addr))
-#define XPU_LM(T, name, n) \
+#define XPU_LM(T, name, n)      \
   __simd__ T name##_storage[n]; \
   T* const name = name##_storage
 #define lm_get(p, i) ((p)[i])

@@ -73,12 +73,12 @@ static_assert(sizeof(WindowParams) <= 512, "launch arguments");
 
 // The convolution alone (H = 0: y = conv(x)) or with split, gates and norm (q, k, v in y, k, v).
 struct ConvParams {
-  Tensor4 x;                     // [B, T, C]
-  uint64_t y, k, v, g, beta;     // contiguous; y, k, v of x's dtype, g and beta float32
-  GateParam weight;              // [C, W]: s0 over channels, weight_s1 over taps
+  Tensor4 x;                  // [B, T, C]
+  uint64_t y, k, v, g, beta;  // contiguous; y, k, v of x's dtype, g and beta float32
+  GateParam weight;           // [C, W]: s0 over channels, weight_s1 over taps
   int64_t weight_s1;
   GateParam bias;
-  uint64_t pool;                 // 0: no history, nothing kept
+  uint64_t pool;  // 0: no history, nothing kept
   int64_t s_p, s_c, s_l;
   IndexVector rows, cu, accepted;
   uint64_t has_init;
@@ -88,13 +88,13 @@ struct ConvParams {
   int32_t pool_dtype, P, L;
   int32_t leading, silu, l2norm;
   int32_t N, T, C, W, H, HV, K, V;
-  int32_t blocks, tiles, tile;   // channel blocks; pieces of `tile` tokens a sequence is cut into
-  int32_t gate_units;            // 0 or 1: whether gates are computed
+  int32_t blocks, tiles, tile;  // channel blocks; pieces of `tile` tokens a sequence is cut into
+  int32_t gate_units;           // 0 or 1: whether gates are computed
 };
 static_assert(sizeof(ConvParams) <= 512, "launch arguments");
 
-// One token a sequence, the layer between its projections. `x` is the packed projection, its columns
-// q | k | v | z | b | a; the fields the convolution reads have the names of ConvParams.
+// One token a sequence, the layer between its projections. `x` is the packed projection, its
+// columns q | k | v | z | b | a; the fields the convolution reads have the names of ConvParams.
 struct DecodeParams {
   Tensor4 x;
   uint64_t out;  // [N, HV, V] contiguous, of x's dtype

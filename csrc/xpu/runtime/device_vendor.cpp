@@ -10,8 +10,7 @@ namespace xpu {
 namespace {
 
 void require(int status, const char* call) {
-  if (status != 0)
-    throw std::runtime_error(std::string(call) + " failed: " + status_text(status));
+  if (status != 0) throw std::runtime_error(std::string(call) + " failed: " + status_text(status));
 }
 
 }  // namespace
@@ -65,9 +64,7 @@ void device_copy(void* dst, const void* src, size_t bytes, Copy kind, void* stre
           "xpu_memcpy_async");
 }
 
-void stream_wait(void* stream) {
-  require(xpu_wait(static_cast<XPUStream>(stream)), "xpu_wait");
-}
+void stream_wait(void* stream) { require(xpu_wait(static_cast<XPUStream>(stream)), "xpu_wait"); }
 
 // No call of the public API reports the status of a launch without waiting for it.
 void check_launch(const char*) {}

@@ -67,21 +67,24 @@ ConvParams conv_params(const ConvArgs& a) {
                       std::to_string(kMaxConvTaps) + ", got " + std::to_string(a.W));
   bool by_channel = (a.weight.s0 == a.W || a.C == 1) && (a.weight.s1 == 1 || a.W == 1);
   if (!by_channel && a.weight.s0 != 1)
-    throw Unsupported("conv_weight: the XPU convolution needs [C, W] contiguous or transposed, got "
-                      "strides (" + std::to_string(a.weight.s0) + ", " +
-                      std::to_string(a.weight.s1) + ")");
+    throw Unsupported(
+        "conv_weight: the XPU convolution needs [C, W] contiguous or transposed, got "
+        "strides (" +
+        std::to_string(a.weight.s0) + ", " + std::to_string(a.weight.s1) + ")");
   if (a.bias.ptr && a.bias.s0 != 1 && a.C > 1)
     throw Unsupported("conv_bias: the XPU convolution needs a contiguous bias");
   if (a.state.ptr && a.W > 1) {
     int64_t bytes = a.state.L * (a.state.dtype == DType::f32 ? 4 : 2);
     if (a.state.s_c != 1 && a.state.s_l != 1 && a.state.L > 1)
-      throw Unsupported("conv_state: the XPU convolution needs contiguous channels or contiguous "
-                        "columns");
+      throw Unsupported(
+          "conv_state: the XPU convolution needs contiguous channels or contiguous "
+          "columns");
     if (a.state.s_c != 1 && bytes > kMaxHistoryBytes)
       throw Unsupported("conv_state: the XPU convolution takes at most " +
-                        std::to_string(kMaxHistoryBytes) + " bytes a channel where columns are "
-                        "contiguous, got L = " + std::to_string(a.state.L) +
-                        "; keep the pool channels-last");
+                        std::to_string(kMaxHistoryBytes) +
+                        " bytes a channel where columns are "
+                        "contiguous, got L = " +
+                        std::to_string(a.state.L) + "; keep the pool channels-last");
   }
   ConvParams p{};
   p.x = tensor4(a.x, "x");
@@ -191,8 +194,8 @@ WindowParams window_params(const RecurrentArgs& a) {
     p.state_dtype = static_cast<int32_t>(a.state.dtype);
   }
   const Window& w = a.window;
-  for (int64_t stride : {w.sk_p, w.sk_h, w.sk_r, w.su_p, w.su_h, w.su_r, w.sg_p, w.sg_h, w.sg_r,
-                         w.s_fill})
+  for (int64_t stride :
+       {w.sk_p, w.sk_h, w.sk_r, w.su_p, w.su_h, w.su_r, w.sg_p, w.sg_h, w.sg_r, w.s_fill})
     if (stride > INT32_MAX) throw Unsupported("window: a stride exceeds 2^31 elements");
   p.win_k = address(w.k);
   p.win_u = address(w.u);

@@ -87,13 +87,20 @@ std::vector<Line> split_text(const char* text) {
 
 const std::map<std::string, std::string>& sibling() {
   static const std::map<std::string, std::string> m = {
-      {"vfp162float_l.rn", "vfp162float_h.rn"}, {"vfp162float_h.rn", "vfp162float_l.rn"},
-      {"vfloat2fp16_l.rn", "vfloat2fp16_h.rn"}, {"vfloat2fp16_h.rn", "vfloat2fp16_l.rn"},
-      {"vmerge_l.hf", "vmerge_h.hf"},           {"vmerge_h.hf", "vmerge_l.hf"},
-      {"vmul.f.mz.rn", "vadd.f.mz.rn"},         {"vadd.f.mz.rn", "vsub.f.mz.rn"},
-      {"vsub.f.mz.rn", "vadd.f.mz.rn"},         {"vand.u.mz", "vadd.u.mz"},
-      {"vadd.u.mz", "vand.u.mz"},               {"vload.mz", "vstore.mz"},
-      {"vstore.mz", "vload.mz"},                {"vloads.mz", "vload.mz"},
+      {"vfp162float_l.rn", "vfp162float_h.rn"},
+      {"vfp162float_h.rn", "vfp162float_l.rn"},
+      {"vfloat2fp16_l.rn", "vfloat2fp16_h.rn"},
+      {"vfloat2fp16_h.rn", "vfloat2fp16_l.rn"},
+      {"vmerge_l.hf", "vmerge_h.hf"},
+      {"vmerge_h.hf", "vmerge_l.hf"},
+      {"vmul.f.mz.rn", "vadd.f.mz.rn"},
+      {"vadd.f.mz.rn", "vsub.f.mz.rn"},
+      {"vsub.f.mz.rn", "vadd.f.mz.rn"},
+      {"vand.u.mz", "vadd.u.mz"},
+      {"vadd.u.mz", "vand.u.mz"},
+      {"vload.mz", "vstore.mz"},
+      {"vstore.mz", "vload.mz"},
+      {"vloads.mz", "vload.mz"},
       {"vstores.mz", "vstore.mz"},
   };
   return m;

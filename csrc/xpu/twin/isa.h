@@ -68,7 +68,7 @@ struct Operand {
   const char* name;
   const char* constraint;
   Class cls;
-  void* p;      // vector: the Vec; fscalar output: the float
+  void* p;        // vector: the Vec; fscalar output: the float
   uint64_t bits;  // fscalar, iscalar: the value; lm: host address; sm: offset
 };
 

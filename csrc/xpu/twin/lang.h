@@ -116,7 +116,7 @@ inline uint32_t s_float_to_bits(sfloat f) {
 }  // namespace gdn
 
 #define XPU_WHERE (::gdn::xpu::twin::Where{__FILE__, __LINE__})
-#define XPU_LM(T, name, n)                                                  \
+#define XPU_LM(T, name, n)                                                     \
   ::gdn::xpu::twin::LmArray<T> name##_storage(static_cast<int>(n), XPU_WHERE); \
   const ::gdn::xpu::lm_ptr<T> name = name##_storage
 #define lm_get(p, i) ::gdn::xpu::twin::lm_get(p, i, XPU_WHERE)
@@ -125,34 +125,34 @@ inline uint32_t s_float_to_bits(sfloat f) {
 #define sm_put(p, i, v) ::gdn::xpu::twin::sm_put(p, i, v, XPU_WHERE)
 
 #define XPU_SITE(kind) static const ::gdn::xpu::twin::Site xpu_site(kind, __FILE__, __LINE__)
-#define XPU_LOAD(gm, lm, bytes)                                       \
-  do {                                                                \
-    XPU_SITE("dma");                                                  \
-    ::gdn::xpu::twin::dma_load(xpu_site, gm, (lm).p, bytes);          \
+#define XPU_LOAD(gm, lm, bytes)                              \
+  do {                                                       \
+    XPU_SITE("dma");                                         \
+    ::gdn::xpu::twin::dma_load(xpu_site, gm, (lm).p, bytes); \
   } while (0)
-#define XPU_STORE(lm, gm, bytes)                                      \
-  do {                                                                \
-    XPU_SITE("dma");                                                  \
-    ::gdn::xpu::twin::dma_store(xpu_site, (lm).p, gm, bytes);         \
+#define XPU_STORE(lm, gm, bytes)                              \
+  do {                                                        \
+    XPU_SITE("dma");                                          \
+    ::gdn::xpu::twin::dma_store(xpu_site, (lm).p, gm, bytes); \
   } while (0)
-#define XPU_FENCE(spaces)                        \
-  do {                                           \
-    XPU_SITE("fence");                           \
-    ::gdn::xpu::twin::fence(xpu_site, spaces);   \
+#define XPU_FENCE(spaces)                      \
+  do {                                         \
+    XPU_SITE("fence");                         \
+    ::gdn::xpu::twin::fence(xpu_site, spaces); \
   } while (0)
-#define XPU_SYNC_CLUSTER()                       \
-  do {                                           \
-    XPU_SITE("barrier");                         \
-    ::gdn::xpu::twin::barrier(xpu_site);         \
+#define XPU_SYNC_CLUSTER()               \
+  do {                                   \
+    XPU_SITE("barrier");                 \
+    ::gdn::xpu::twin::barrier(xpu_site); \
   } while (0)
 
 #define XPU_LIST(...) __VA_ARGS__
 #define XPU_OP(name, constraint, value) ::gdn::xpu::twin::operand(#name, constraint, value)
-#define XPU_ASM_(text, outs, ins, clobbers)                                           \
-  do {                                                                               \
-    static ::gdn::xpu::twin::AsmSite xpu_asm(text, __FILE__, __LINE__, clobbers);    \
-    ::gdn::xpu::twin::run_asm(xpu_asm, ::gdn::xpu::twin::pack(XPU_LIST outs),        \
-                              ::gdn::xpu::twin::pack(XPU_LIST ins));                 \
+#define XPU_ASM_(text, outs, ins, clobbers)                                       \
+  do {                                                                            \
+    static ::gdn::xpu::twin::AsmSite xpu_asm(text, __FILE__, __LINE__, clobbers); \
+    ::gdn::xpu::twin::run_asm(xpu_asm, ::gdn::xpu::twin::pack(XPU_LIST outs),     \
+                              ::gdn::xpu::twin::pack(XPU_LIST ins));              \
   } while (0)
 #define XPU_ASM(text, outs, ins) XPU_ASM_(text, outs, ins, "")
 #define XPU_ASM_MEM(text, outs, ins) XPU_ASM_(text, outs, ins, "memory")
@@ -171,9 +171,8 @@ inline uint32_t s_float_to_bits(sfloat f) {
 #define AS_UINT(v) (v)
 #define AS_FLOAT(v) (v)
 
-#define XPU_LAUNCH(name, kernel, clusters, cores, stream, barriers, ...)             \
-  do {                                                                               \
-    (void)(stream);                                                                  \
-    ::gdn::xpu::twin::launch(name, clusters, cores, barriers,                        \
-                             [&] { kernel(__VA_ARGS__); });                          \
+#define XPU_LAUNCH(name, kernel, clusters, cores, stream, barriers, ...)                     \
+  do {                                                                                       \
+    (void)(stream);                                                                          \
+    ::gdn::xpu::twin::launch(name, clusters, cores, barriers, [&] { kernel(__VA_ARGS__); }); \
   } while (0)

@@ -216,8 +216,7 @@ void fibre_entry() {
 
 void run_cluster_with_fibres(int cluster, int cores) {
   Chip& c = chip();
-  while (static_cast<int>(c.stacks.size()) < cores)
-    c.stacks.emplace_back(new char[kFibreStack]);
+  while (static_cast<int>(c.stacks.size()) < cores) c.stacks.emplace_back(new char[kFibreStack]);
   c.state.assign(cores, 0);
   c.waiting_at.assign(cores, nullptr);
   for (int i = 0; i < cores; ++i) {
@@ -495,7 +494,8 @@ void sm_write(uint32_t offset, const void* in, size_t bytes, Unit unit, Where wh
   for (size_t g = offset / 4; g < (offset + bytes + 3) / 4; ++g) {
     SmGranule& s = c.sm_shadow[g];
     if (s.writer && s.writer != me && s.write_epoch == c.epoch)
-      fail(where, "shared bytes at " + hex(4 * g) + " are written by two cores, no barrier between");
+      fail(where,
+           "shared bytes at " + hex(4 * g) + " are written by two cores, no barrier between");
     if (s.reader && s.reader != me && s.read_epoch == c.epoch)
       fail(where, "shared bytes at " + hex(4 * g) + " were read by another core, no barrier since");
     s.writer = me;

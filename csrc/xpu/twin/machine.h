@@ -148,7 +148,7 @@ struct Site {
   mutable bool hit = false;
 };
 
-void dma_load(const Site& site, uint64_t gm, void* lm, int64_t bytes);   // GM to LM, asynchronous
+void dma_load(const Site& site, uint64_t gm, void* lm, int64_t bytes);  // GM to LM, asynchronous
 void dma_store(const Site& site, const void* lm, uint64_t gm, int64_t bytes);  // LM to GM
 void fence(const Site& site, int spaces);
 void barrier(const Site& site);
