@@ -1,8 +1,8 @@
 """The host twin of a Kunlun XPU3 as a torch device, in builds made with ``GDN_BACKEND=xpu-twin``.
 
 The twin runs the XPU kernels' own source on the host: their assembly text through an interpreter,
-their transfers and fences against a model stricter than any public statement about the chip. Nothing
-it says is about speed. ``docs/xpu.md``: what it checks, and what only hardware can tell.
+their transfers and fences against a model stricter than any public statement about the chip.
+Nothing it says is about speed. ``docs/xpu.md``: what it checks, and what only hardware can tell.
 
 Example:
     >>> from gdn_ops import xpu_twin
