@@ -10,6 +10,7 @@ import torch
 
 from gdn_ops import xpu_twin
 
+TITLE = "XPU twin: bytes, instructions, balance, local memory (counts, no times)"
 OPS = ("recurrent", "recurrent_buffered", "recurrent_lowrank", "decode")
 MODEL_BANDWIDTH = 2.4e12  # bytes/s of a P800 card, as claimed by a third party; never measured here
 

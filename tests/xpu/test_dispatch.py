@@ -57,6 +57,29 @@ def test_a_view_of_a_pool_is_written_in_place(device):
     assert changed == [False, True, True, False]
 
 
+@pytest.mark.parametrize("state_mode", ["full", "buffered"])
+def test_a_whole_layer_agrees_with_the_cpu(device, state_mode):
+    from gdn_ops.nn import GatedDeltaNet
+
+    torch.manual_seed(0)
+    layer = GatedDeltaNet(96, 2, 4, head_k_dim=64, head_v_dim=64, state_mode=state_mode, window=4)
+    on_twin = GatedDeltaNet(96, 2, 4, head_k_dim=64, head_v_dim=64, state_mode=state_mode, window=4)
+    on_twin.load_state_dict(layer.state_dict())
+    on_twin = on_twin.to(device)
+    prompt, token = torch.randn(3, 7, 96), torch.randn(6, 3, 1, 96)
+    with torch.no_grad():
+        states, twin_states = layer.allocate(3), on_twin.allocate(3)
+        want = [layer.prefill(prompt, states)]
+        got = [on_twin.prefill(prompt.to(device), twin_states)]
+        xpu_twin.reports()
+        for x in token:
+            want.append(layer.decode(x, states))
+            got.append(on_twin.decode(x.to(device), twin_states))
+    assert xpu_twin.reports(), "the decode steps did not reach the XPU kernels"
+    for mine, theirs in zip(got, want, strict=True):
+        torch.testing.assert_close(mine.cpu(), theirs, rtol=1e-4, atol=1e-5)
+
+
 def test_compile_traces_the_op(device):
     @torch.compile(backend="aot_eager", fullgraph=True)
     def step(q, k, v, g, beta, state):
