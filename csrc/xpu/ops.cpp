@@ -142,7 +142,8 @@ std::tuple<Tensor, Tensor> op_gating(const Tensor& a, const Tensor& b, const Ten
 Tensor op_short_conv(const Tensor& x, const Tensor& weight, const OptTensor& bias,
                      Tensor& conv_state, const OptTensor& state_indices,
                      const OptTensor& has_initial_state, const OptTensor& cu_seqlens,
-                     const OptTensor& num_accepted, std::string activation, bool conv_leading) {
+                     const OptTensor& num_accepted, const std::string& activation,
+                     bool conv_leading) {
   ConvArgs a = conv_args("short_conv", x, weight, bias, conv_state,
                          {state_indices, has_initial_state, cu_seqlens, num_accepted}, activation,
                          conv_leading);
@@ -179,7 +180,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> op_conv_gating(
     const OptTensor& conv_bias, const Tensor& A_log, const Tensor& dt_bias, Tensor& conv_state,
     int64_t num_k_heads, int64_t head_k_dim, const OptTensor& state_indices,
     const OptTensor& has_initial_state, const OptTensor& cu_seqlens, const OptTensor& num_accepted,
-    bool qk_l2norm, std::string activation, bool conv_leading) {
+    bool qk_l2norm, const std::string& activation, bool conv_leading) {
   ConvGatingArgs f = conv_gating_args("conv_gating", mixed_qkv, a, b, conv_weight, conv_bias, A_log,
                                       dt_bias, conv_state, num_k_heads, head_k_dim,
                                       {state_indices, has_initial_state, cu_seqlens, num_accepted},
@@ -258,8 +259,8 @@ Tensor op_decode(const Tensor& projected, const Tensor& conv_weight, const OptTe
                  Tensor& conv_state, Tensor& state, int64_t num_k_heads, int64_t head_k_dim,
                  const OptTensor& state_indices, const OptTensor& has_initial_state,
                  const OptTensor& cu_seqlens, const OptTensor& num_accepted,
-                 std::optional<double> scale, bool qk_l2norm, double eps, std::string activation,
-                 bool conv_leading) {
+                 std::optional<double> scale, bool qk_l2norm, double eps,
+                 const std::string& activation, bool conv_leading) {
   return decode_common(
       "decode",
       {projected, conv_weight, conv_bias, A_log, dt_bias, norm_weight, conv_state, &state, nullptr},
@@ -274,7 +275,8 @@ Tensor op_decode_buffered(const Tensor& projected, const Tensor& conv_weight,
                           int64_t num_k_heads, int64_t head_k_dim, const OptTensor& state_indices,
                           const OptTensor& has_initial_state, const OptTensor& cu_seqlens,
                           const OptTensor& num_accepted, std::optional<double> scale,
-                          bool qk_l2norm, double eps, std::string activation, bool conv_leading) {
+                          bool qk_l2norm, double eps, const std::string& activation,
+                          bool conv_leading) {
   const WindowTensors window{win_k, win_u, win_g, win_fill};
   return decode_common(
       "decode_buffered",
@@ -290,7 +292,7 @@ Tensor op_decode_lowrank(const Tensor& projected, const Tensor& conv_weight,
                          int64_t head_k_dim, const OptTensor& state_indices,
                          const OptTensor& has_initial_state, const OptTensor& cu_seqlens,
                          const OptTensor& num_accepted, std::optional<double> scale, bool qk_l2norm,
-                         double eps, std::string activation, bool conv_leading) {
+                         double eps, const std::string& activation, bool conv_leading) {
   const WindowTensors window{win_k, win_u, win_g, win_fill};
   return decode_common("decode_lowrank",
                        {projected, conv_weight, conv_bias, A_log, dt_bias, norm_weight, conv_state,
