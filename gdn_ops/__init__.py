@@ -4,6 +4,12 @@ from gdn_ops import _native
 
 _native.load()
 
+from gdn_ops import xpu_twin  # noqa: E402
+
+if xpu_twin.available():
+    # Named before anything looks kernels up by the name of their device.
+    xpu_twin.device()
+
 from gdn_ops._runtime import backends, get_precision, set_precision  # noqa: E402
 from gdn_ops.fla import (  # noqa: E402
     chunk_gated_delta_rule,
