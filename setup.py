@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 from setuptools import setup
-from torch.utils.cpp_extension import BuildExtension, CppExtension
+from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, CUDAExtension
 
 ROOT = Path(__file__).parent
 sys.path.insert(0, str(ROOT))  # isolated builds do not put it there
@@ -49,6 +49,19 @@ class Build(BuildExtension):
         )
 
 
+def with_cuda() -> bool:
+    """Whether the CUDA backend is built: asked for, or possible and not ruled out."""
+    asked = os.environ.get("GDN_BACKEND", "")
+    nvcc = CUDA_HOME is not None and (Path(CUDA_HOME) / "bin" / "nvcc").exists()
+    possible = torch.version.cuda is not None and nvcc
+    if asked == "cuda" and not possible:
+        raise RuntimeError(
+            "GDN_BACKEND=cuda: expected a torch built with CUDA and its nvcc, got torch "
+            f"{torch.__version__} (CUDA {torch.version.cuda}), CUDA_HOME = {CUDA_HOME}"
+        )
+    return asked == "cuda" or (asked == "" and possible)
+
+
 BACKENDS = ["cpu"]
 # -fopenmp: without it at::parallel_for is serial and says so nowhere.
 # -ffp-contract=off: a fused multiply-add only where a kernel writes one, so that the same row gives
@@ -63,13 +76,26 @@ FLAGS = [
     "-Wno-psabi",
     "-Wno-c++20-extensions",
 ]
-extension = CppExtension(
-    "gdn_ops._C",
-    sources("csrc/*.cpp", "csrc/cpu/*.cpp"),
-    extra_compile_args=FLAGS,
-    extra_link_args=["-fopenmp"],
-    py_limited_api=True,
-)
+if with_cuda():
+    BACKENDS.append("cuda")
+    if not torch.cuda.is_available():
+        # No device to ask: every generation the kernels are written for.
+        os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0;9.0;10.0+PTX")
+    extension = CUDAExtension(
+        "gdn_ops._C",
+        sources("csrc/*.cpp", "csrc/cpu/*.cpp", "csrc/cuda/*.cpp", "csrc/cuda/kernels/*.cu"),
+        extra_compile_args={"cxx": FLAGS, "nvcc": ["-O3", "-std=c++17"]},
+        extra_link_args=["-fopenmp"],
+        py_limited_api=True,
+    )
+else:
+    extension = CppExtension(
+        "gdn_ops._C",
+        sources("csrc/*.cpp", "csrc/cpu/*.cpp"),
+        extra_compile_args=FLAGS,
+        extra_link_args=["-fopenmp"],
+        py_limited_api=True,
+    )
 
 BACKEND = os.environ.get("GDN_BACKEND", "")
 if BACKEND == "xpu-twin":
