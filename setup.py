@@ -18,6 +18,9 @@ from setuptools import setup
 from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, CUDAExtension
 
 ROOT = Path(__file__).parent
+sys.path.insert(0, str(ROOT))  # isolated builds do not put it there
+
+import build_xpu  # noqa: E402
 
 
 def sources(*patterns: str) -> list[str]:
@@ -93,6 +96,14 @@ else:
         extra_link_args=["-fopenmp"],
         py_limited_api=True,
     )
+
+BACKEND = os.environ.get("GDN_BACKEND", "")
+if BACKEND == "xpu-twin":
+    build_xpu.add_twin(extension)
+    BACKENDS.append("xpu-twin")
+elif BACKEND == "xpu":
+    build_xpu.add_vendor(extension, ROOT / "build" / "xpu")
+    BACKENDS.append("xpu")
 
 setup(
     ext_modules=[extension],

@@ -47,6 +47,21 @@ RecurrentArgs recurrent_args(const char* op, const at::Tensor& q, const at::Tens
                              const at::Tensor* state, const WindowTensors* window,
                              const SeqTensors& seq, std::optional<double> scale, bool qk_l2norm);
 
+// Chunked prefill. Functional: `state` null and `initial_state` [N, HV, V, K] f32 or absent; the caller
+// sets `write`. Pool form: `state` is read and written.
+struct ChunkTensors {
+  const OptTensor& initial_state;
+  const at::Tensor* state;
+  const OptTensor &read_indices, &write_indices, &has_initial_state, &cu_seqlens, &edge_rows;
+  const WindowTensors* window;
+};
+ChunkArgs chunk_args(const char* op, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                     const at::Tensor& g, const at::Tensor& beta, const ChunkTensors& t,
+                     std::optional<double> scale, bool qk_l2norm, int64_t chunk_size);
+
+// Host-readable metadata only: the rows of chunk_prefill exist.
+void check_chunk_values(const char* op, const ChunkArgs& c);
+
 // Only the pool, the window and the rows (window_flush, window_reset).
 RecurrentArgs window_args(const char* op, const at::Tensor* state, const WindowTensors* window,
                           const at::Tensor& fill, const OptTensor& state_indices);
@@ -91,6 +106,10 @@ DecodeArgs decode_args(const char* op, const DecodeTensors& t, int64_t num_k_hea
 // Host-readable metadata only: lengths ascend and end at T, rows exist, accepted counts fit, and no
 // sequence brings more than `most_tokens`.
 void check_values(const char* op, const Sequences& s, int64_t most_tokens = INT64_MAX);
+
+// The same for sequences that own a window: counts that a window can hold, and no more accepted than
+// the last call brought.
+void check_window_values(const char* op, const RecurrentArgs& a, int64_t most_tokens = INT64_MAX);
 
 // The same for a conv pool: its rows exist, and a speculative call's columns fit.
 void check_conv_values(const char* op, const ConvArgs& c);

@@ -4,25 +4,67 @@ from gdn_ops import _native
 
 _native.load()
 
+from gdn_ops import xpu_twin  # noqa: E402
+
+if xpu_twin.available():
+    # Named before anything looks kernels up by the name of their device.
+    xpu_twin.device()
+
 from gdn_ops._runtime import backends, get_precision, set_precision  # noqa: E402
+from gdn_ops.fla import (  # noqa: E402
+    chunk_gated_delta_rule,
+    fused_recurrent_gated_delta_rule,
+)
+from gdn_ops.ops.chunk import chunk, chunk_lowrank, chunk_prefill  # noqa: E402
 from gdn_ops.ops.conv import conv1d, conv_gating, short_conv  # noqa: E402
 from gdn_ops.ops.decode import decode  # noqa: E402
 from gdn_ops.ops.gates import gating  # noqa: E402
 from gdn_ops.ops.norm import gated_rms_norm  # noqa: E402
 from gdn_ops.ops.recurrent import recurrent, recurrent_gated  # noqa: E402
+from gdn_ops.ops.windows import (  # noqa: E402
+    decode_buffered,
+    decode_lowrank,
+    recurrent_buffered,
+    recurrent_lowrank,
+    window_flush,
+    window_reset,
+)
 
 __version__ = "0.1.0"
 
+# Importing these needs transformers, which the ops do not.
+_FROM_HF = ("active", "patch", "register_transformers", "unpatch", "unregister_transformers")
+
+
+def __getattr__(name: str):
+    if name in _FROM_HF:
+        from gdn_ops import hf
+
+        return getattr(hf, name)
+    raise AttributeError(f"module 'gdn_ops' has no attribute {name!r}")
+
+
 __all__ = [
     "backends",
+    "chunk",
+    "chunk_gated_delta_rule",
+    "chunk_lowrank",
+    "chunk_prefill",
     "conv1d",
     "conv_gating",
     "decode",
+    "decode_buffered",
+    "decode_lowrank",
+    "fused_recurrent_gated_delta_rule",
     "gated_rms_norm",
     "gating",
     "get_precision",
     "recurrent",
+    "recurrent_buffered",
     "recurrent_gated",
+    "recurrent_lowrank",
     "set_precision",
     "short_conv",
+    "window_flush",
+    "window_reset",
 ]

@@ -1,0 +1,373 @@
+"""Subclasses of the Gated DeltaNet layers of transformers that run on the ops of this package.
+
+They own the same parameters under the same names. The rule for falling back to the class of
+transformers, checked on every call and announced once for each reason, is
+:meth:`PatchedGatedDeltaNet.gdn_unsupported` (facts of the layer) and
+:meth:`PatchedGatedDeltaNet.gdn_fallback` (facts of the call); docs/huggingface.md lists it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
+from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeGatedDeltaNet
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
+
+from gdn_ops import nn as layers
+from gdn_ops.hf.compat import cache_argument
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+# Slots of a cache layer: 0 is the state of transformers, the window follows. Kept there, beam
+# reordering, reset and offloading of the cache treat the window like any other state.
+WINDOW_SLOTS = (1, 2, 3, 4)
+
+_announced: set[tuple[str, str]] = set()
+
+
+@torch.compiler.assume_constant_result
+def _announce(layer: str, reason: str) -> bool:
+    """Warn once for each layer class and reason; while tracing, at trace time."""
+    if (layer, reason) not in _announced:
+        _announced.add((layer, reason))
+        warnings.warn(f"gdn_ops: {layer} runs the code of transformers: {reason}", stacklevel=2)
+    return True
+
+
+def _is_plain(linear: nn.Module) -> bool:
+    """Whether calling ``linear`` is nothing but a product with its weight."""
+    return (
+        type(linear) is nn.Linear
+        and linear.bias is None
+        and type(linear.weight) is nn.Parameter
+        and linear.weight.dtype in DTYPES
+        and linear.weight.device.type != "meta"
+        and not (linear._forward_hooks or linear._forward_pre_hooks or "forward" in vars(linear))
+    )
+
+
+def _after_load(module: nn.Module, incompatible_keys: Any) -> None:
+    module.gdn_refresh()
+
+
+class PatchedGatedDeltaNet:
+    """Mixin in front of a transformers layer; the class made of both is in :data:`CLASSES`."""
+
+    gdn_base: ClassVar[type[nn.Module]]
+    gdn_cache_argument: ClassVar[str]
+    gdn_projections: ClassVar[tuple[str, ...]]
+
+    gdn_state_mode = "full"
+    gdn_window = 16
+
+    def __init__(self, config: Any, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        self.gdn_setup()
+
+    # --- the packed projection
+
+    def gdn_rows(self) -> Tensor | None:
+        """Rows of the concatenated projections in packed order; None: as they are."""
+        return None
+
+    def gdn_setup(self) -> None:
+        if "gdn_packed" not in self._buffers:
+            self.register_buffer("gdn_packed", None, persistent=False)
+            self._gdn_load_hook = self.register_load_state_dict_post_hook(_after_load)
+            self._gdn_packed_from = None
+        self.gdn_refresh()
+
+    def gdn_teardown(self) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            for weight in self._gdn_weights():
+                if weight.untyped_storage().nbytes() != weight.numel() * weight.element_size():
+                    weight.data = weight.data.clone()
+        self._gdn_load_hook.remove()
+        del self.gdn_packed, self._gdn_load_hook, self._gdn_packed_from
+        for name in ("gdn_state_mode", "gdn_window"):
+            vars(self).pop(name, None)
+
+    def _gdn_weights(self) -> list[Tensor]:
+        return [getattr(self, name).weight for name in self.gdn_projections]
+
+    def _gdn_fingerprint(self) -> tuple[tuple[int, int], ...]:
+        """Changes when a weight moves or, for a copy of them, when one is written."""
+        if self.gdn_rows() is None:
+            return tuple((w.data_ptr(), 0) for w in self._gdn_weights())
+        return tuple(
+            (w.data_ptr(), 0 if w.is_inference() else w._version) for w in self._gdn_weights()
+        )
+
+    def gdn_refresh(self) -> None:
+        """Bring the packed projection up to date with the parameters.
+
+        Called by every eager forward, ``train``, ``eval``, ``to`` and ``load_state_dict``. Compiled
+        code can't look at addresses: after assigning ``weight.data`` by hand, call this (or
+        ``model.eval()``) before the next compiled call.
+        """
+        if not all(_is_plain(getattr(self, name)) for name in self.gdn_projections):
+            self.gdn_packed = None
+            return
+        if self.gdn_packed is not None and self._gdn_packed_from == self._gdn_fingerprint():
+            return
+        weights = self._gdn_weights()
+        if len({(w.dtype, w.device) for w in weights}) > 1:
+            self.gdn_packed = None
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            rows = self.gdn_rows()
+            packed = torch.cat([w.detach() for w in weights])
+            if rows is None:
+                for weight, part in zip(
+                    weights, packed.split([w.shape[0] for w in weights]), strict=True
+                ):
+                    weight.data = part
+            else:
+                packed = packed[rows.to(packed.device)]
+        self.gdn_packed = packed
+        self._gdn_packed_from = self._gdn_fingerprint()
+
+    def train(self, mode: bool = True) -> nn.Module:
+        super().train(mode)
+        self.gdn_refresh()
+        return self
+
+    def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
+        # Dropped first: converting it together with the parameters would need its memory twice.
+        self.gdn_packed = None
+        super()._apply(fn, recurse)
+        self.gdn_refresh()
+        return self
+
+    def _gdn_project(self, hidden_states: Tensor, packed: bool) -> Tensor:
+        """``[B, T, D]``, columns qkv | z | b | a."""
+        if packed and self.gdn_packed is not None:
+            return F.linear(hidden_states, self.gdn_packed)
+        parts = [getattr(self, name)(hidden_states) for name in self.gdn_projections]
+        projected = torch.cat(parts, dim=-1)
+        rows = self.gdn_rows()
+        return projected if rows is None else projected[..., rows.to(projected.device)]
+
+    # --- when transformers must run instead
+
+    def gdn_unsupported(self) -> str | None:
+        """Why this layer can never run on the ops as it stands, or None."""
+        if self.activation not in ("silu", "swish"):
+            return f"activation {self.activation!r} is not silu"
+        if self.norm.activation not in ("silu", "swish"):
+            return f"activation {self.norm.activation!r} of the norm is not silu"
+        if not (1 <= self.head_k_dim <= 512 and 1 <= self.head_v_dim <= 512):
+            return f"head sizes {self.head_k_dim} and {self.head_v_dim} are outside 1 to 512"
+        if self.num_v_heads % self.num_k_heads:
+            return f"{self.num_v_heads} value heads are no multiple of {self.num_k_heads} key heads"
+        if not 1 <= self.conv_kernel_size <= 8:
+            return f"convolution width {self.conv_kernel_size} is outside 1 to 8"
+        for parameter in (self.A_log, self.dt_bias, self.conv1d.weight, self.norm.weight):
+            if parameter.dtype not in DTYPES:
+                return f"parameters are {parameter.dtype}"
+        return layers.missing(self.gdn_state_mode, self.A_log.device.type)
+
+    def gdn_fallback(
+        self, hidden_states: Tensor, layer: Any, kwargs: dict[str, Any], needs_grad: bool
+    ) -> str | None:
+        """Why this call cannot run on the ops, or None."""
+        if (reason := self.gdn_unsupported()) is not None:
+            return reason
+        if hidden_states.dtype not in DTYPES:
+            return f"hidden states are {hidden_states.dtype}"
+        for parameter in (self.A_log, self.dt_bias, self.conv1d.weight, self.norm.weight):
+            if parameter.device != hidden_states.device:
+                return "parameters and hidden states are on different devices (offloading)"
+        history = layer is not None and layer.has_previous_state[0]
+        if layer is not None and layer.record_past:
+            return "the cache records the past of its states"
+        if needs_grad and (history or not layers.trainable(hidden_states.device.type)):
+            return "gradients are needed"
+        packed = kwargs.get("cu_seq_lens_q") is not None
+        if packed and (history or hidden_states.shape[0] != 1):
+            return "packed sequences that continue a cache or are several rows"
+        if kwargs.get("seq_idx") is not None and not packed:
+            return "seq_idx without cu_seq_lens_q"
+        if history and layer.conv_states[0].dtype not in DTYPES:
+            return f"the conv state of the cache is {layer.conv_states[0].dtype}"
+        if history and self.gdn_state_mode == "lowrank" and layer.number_of_states == 1:
+            return "the cache holds full states, made before state_mode was 'lowrank'"
+        return None
+
+    # --- forward
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        cache: Any = None,
+        attention_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """As in transformers: ``[B, T, hidden]`` to the same shape, ``cache`` updated in place.
+
+        ``cu_seq_lens_q`` (packed documents, B = 1) keeps convolution and state apart at each
+        boundary; a cache then continues the last document.
+        """
+        cache = kwargs.pop("cache_params", None) if cache is None else cache
+        layer = None if cache is None else cache.layers[self.layer_idx]
+        needs_grad = torch.is_grad_enabled() and (
+            hidden_states.requires_grad or any(p.requires_grad for p in self.parameters())
+        )
+        reason = self.gdn_fallback(hidden_states, layer, kwargs, needs_grad)
+        if reason is not None:
+            _announce(type(self).__name__, reason)
+            self._gdn_fold(layer)
+            kwargs[self.gdn_cache_argument] = cache
+            return super().forward(hidden_states, attention_mask=attention_mask, **kwargs)
+
+        if not torch.compiler.is_compiling():
+            self.gdn_refresh()
+        if attention_mask is not None:
+            masked = hidden_states * attention_mask[:, :, None]
+            hidden_states = masked.to(hidden_states.dtype)
+        mixer = layers.Mixer(
+            layers.Heads(self.num_k_heads, self.num_v_heads, self.head_k_dim, self.head_v_dim),
+            self.conv1d.weight.squeeze(1),
+            self.conv1d.bias,
+            self.A_log,
+            self.dt_bias,
+            self.norm.weight,
+            self.norm.variance_epsilon,
+        )
+        projected = self._gdn_project(hidden_states, packed=not needs_grad)
+        if layer is not None and layer.has_previous_state[0]:
+            y = self._gdn_continue(projected, mixer, layer)
+        else:
+            y = self._gdn_start(projected, mixer, cache, kwargs.get("cu_seq_lens_q"), needs_grad)
+        return self.out_proj(y)
+
+    def _gdn_start(
+        self,
+        projected: Tensor,
+        mixer: layers.Mixer,
+        cache: Any,
+        cu_seqlens: Tensor | None,
+        needs_grad: bool,
+    ) -> Tensor:
+        """No history: run from zero, then hand the states to the cache, if there is one."""
+        mode = "lowrank" if self.gdn_state_mode == "lowrank" and not needs_grad else "full"
+        if needs_grad:
+            y, conv, state = layers.mix_functional(projected, mixer, cu_seqlens)
+            states = layers.States(conv, state)
+        else:
+            states = layers.States.allocate(
+                projected.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1,
+                mixer.heads,
+                self.conv_kernel_size,
+                state_mode=mode,
+                window=self.gdn_window,
+                dtype=projected.dtype,
+                device=projected.device,
+            )
+            y = layers.mix(
+                projected, mixer, states, None, None, cu_seqlens, state_mode=mode, decode=False
+            )
+        if cache is not None:
+            # Of packed documents the cache, whose rows are the batch, continues the last.
+            rows = slice(None) if cu_seqlens is None else slice(-1, None)
+            index, width = self.layer_idx, self.conv_kernel_size
+            cache.update_conv_state(states.conv[rows], index, conv_kernel_size=width)
+            if states.state is not None:
+                # Stored transposed, in the layout of the kernels: the cache keeps its strides.
+                cache.update_recurrent_state(states.state[rows].transpose(-1, -2), index)
+            if mode == "lowrank":
+                self._gdn_store_window(cache.layers[index], [t[rows] for t in states.window])
+        return y
+
+    def _gdn_continue(self, projected: Tensor, mixer: layers.Mixer, layer: Any) -> Tensor:
+        """History: update the tensors of the cache in place."""
+        mode = self.gdn_state_mode
+        if mode == "buffered" and layer.number_of_states == 1:
+            self._gdn_store_window(layer, self._gdn_empty_window(layer, mixer.heads))
+        if mode == "full":
+            self._gdn_fold(layer)
+        state = None if mode == "lowrank" else layer.recurrent_states[0].transpose(-1, -2)
+        window = () if mode == "full" else tuple(layer.recurrent_states[i] for i in WINDOW_SLOTS)
+        return layers.mix(
+            projected, mixer, layers.States(layer.conv_states[0], state, *window), state_mode=mode
+        )
+
+    def _gdn_empty_window(self, layer: Any, heads: layers.Heads) -> tuple[Tensor, ...]:
+        conv = layer.conv_states[0]
+        return layers.States.allocate(
+            conv.shape[0], heads, 1, state_mode="buffered", window=self.gdn_window,
+            dtype=conv.dtype, device=conv.device,
+        ).window  # fmt: skip
+
+    @staticmethod
+    def _gdn_store_window(layer: Any, window: Any) -> None:
+        for slot, tensor in zip(WINDOW_SLOTS, window, strict=True):
+            if slot < layer.number_of_states:
+                layer.recurrent_states[slot].copy_(tensor)
+                continue
+            layer.recurrent_states[slot] = tensor.contiguous()
+            layer.is_recurrent_states_initialized[slot] = True
+            layer.conv_states[slot] = None
+            layer.is_conv_states_initialized[slot] = False
+            layer.has_previous_state[slot] = False
+            layer.conv_kernel_size[slot] = None
+        layer.number_of_states = 1 + len(WINDOW_SLOTS)
+
+    def _gdn_fold(self, layer: Any) -> None:
+        """Before code that reads the state alone: fold a window that the cache may hold into it."""
+        if layer is None or layer.number_of_states == 1 or not layer.has_previous_state[0]:
+            return
+        if layer.recurrent_states[0] is None:
+            raise RuntimeError(
+                "gdn_ops: the cache holds low-rank windows and no state; only a layer patched with "
+                "state_mode='lowrank' can continue it"
+            )
+        torch.ops.gdn.window_flush.default(
+            layer.recurrent_states[0].transpose(-1, -2),
+            *(layer.recurrent_states[i] for i in WINDOW_SLOTS),
+        )
+
+
+class GdnOpsQwen3_5GatedDeltaNet(PatchedGatedDeltaNet, Qwen3_5GatedDeltaNet):
+    gdn_base = Qwen3_5GatedDeltaNet
+    gdn_cache_argument = cache_argument(Qwen3_5GatedDeltaNet)
+    gdn_projections = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+
+
+class GdnOpsQwen3_5MoeGatedDeltaNet(PatchedGatedDeltaNet, Qwen3_5MoeGatedDeltaNet):
+    gdn_base = Qwen3_5MoeGatedDeltaNet
+    gdn_cache_argument = cache_argument(Qwen3_5MoeGatedDeltaNet)
+    gdn_projections = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+
+
+class GdnOpsQwen3NextGatedDeltaNet(PatchedGatedDeltaNet, Qwen3NextGatedDeltaNet):
+    gdn_base = Qwen3NextGatedDeltaNet
+    gdn_cache_argument = cache_argument(Qwen3NextGatedDeltaNet)
+    gdn_projections = ("in_proj_qkvz", "in_proj_ba")
+
+    def gdn_rows(self) -> Tensor:
+        """The checkpoint groups rows by key head: q, k, its values, its z; then b and a alike."""
+        H, K = self.num_k_heads, self.head_k_dim
+        group = self.num_v_heads // H
+        values = group * self.head_v_dim
+        first_ba = 2 * self.key_dim + 2 * self.value_dim
+        qkvz = torch.arange(first_ba).view(H, 2 * K + 2 * values)
+        ba = torch.arange(first_ba, first_ba + 2 * self.num_v_heads).view(H, 2 * group)
+        q, k, v, z = qkvz.split([K, K, values, values], dim=1)
+        b, a = ba.split([group, group], dim=1)
+        return torch.cat([part.reshape(-1) for part in (q, k, v, z, b, a)])
+
+
+CLASSES: dict[type[nn.Module], type[nn.Module]] = {
+    ours.gdn_base: ours
+    for ours in (
+        GdnOpsQwen3_5GatedDeltaNet,
+        GdnOpsQwen3_5MoeGatedDeltaNet,
+        GdnOpsQwen3NextGatedDeltaNet,
+    )
+}

@@ -1,0 +1,447 @@
+"""The Gated DeltaNet layer on the ops of this package: packed projection, prefill and decode.
+
+:class:`GatedDeltaNet` owns its parameters. :func:`mix` is the same layer between its two
+projections as a function of tensors; the classes of :mod:`gdn_ops.hf` call it on the parameters of
+transformers.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["STATE_MODES", "GatedDeltaNet", "Heads", "Mixer", "States", "mix", "mix_functional"]
+
+STATE_MODES = ("full", "buffered", "lowrank")
+
+# Below this many tokens the recurrence reads the state less often than a chunk's set-up costs.
+CHUNK_FROM = 16
+
+_ops = torch.ops.gdn
+
+
+def _devices_with(op: str, *, autograd: bool = False) -> frozenset[str]:
+    """Device types for which the library that is loaded has a kernel of ``op``."""
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    name = f"gdn::{op}"
+    if autograd and not any(has(name, key) for key in ("Autograd", "AutogradCPU", "AutogradCUDA")):
+        return frozenset()
+    keys = {"CPU": "cpu", "CUDA": "cuda", "PrivateUse1": torch._C._get_privateuse1_backend_name()}
+    return frozenset(device for key, device in keys.items() if has(name, key))
+
+
+# Looked up once, so that torch.compile sees constants.
+_KERNELS = {
+    op: _devices_with(op)
+    for op in (
+        "conv_gating", "recurrent", "gated_rms_norm", "decode", "chunk_prefill", "decode_buffered",
+        "window_flush", "decode_lowrank", "chunk_lowrank",
+    )
+}  # fmt: skip
+_NEEDS = {
+    "full": ("conv_gating", "recurrent", "gated_rms_norm", "decode"),
+    "buffered": ("conv_gating", "recurrent", "gated_rms_norm", "decode_buffered", "window_flush"),
+    "lowrank": ("conv_gating", "gated_rms_norm", "decode_lowrank", "chunk_lowrank"),
+}
+_TRAINABLE = frozenset.intersection(
+    *(_devices_with(op, autograd=True) for op in ("conv1d", "gating", "chunk", "gated_rms_norm"))
+)
+
+
+def missing(state_mode: str, device_type: str) -> str | None:
+    """Why ``state_mode`` cannot run on this kind of device, or None."""
+    if state_mode not in STATE_MODES:
+        raise ValueError(f"state_mode: expected one of {STATE_MODES}, got {state_mode!r}")
+    absent = [op for op in _NEEDS[state_mode] if device_type not in _KERNELS[op]]
+    if absent:
+        return (
+            f"state_mode {state_mode!r} needs gdn::{', gdn::'.join(absent)} on {device_type}, "
+            "which this build does not have"
+        )
+    return None
+
+
+def trainable(device_type: str) -> bool:
+    """Whether every op of :func:`mix_functional` has a backward on this kind of device."""
+    return device_type in _TRAINABLE
+
+
+class Heads(NamedTuple):
+    """Sizes of a layer; the names of the derived ones are those of the config of transformers."""
+
+    num_k_heads: int
+    num_v_heads: int
+    head_k_dim: int
+    head_v_dim: int
+
+    @property
+    def key_dim(self) -> int:
+        return self.num_k_heads * self.head_k_dim
+
+    @property
+    def value_dim(self) -> int:
+        return self.num_v_heads * self.head_v_dim
+
+    @property
+    def conv_dim(self) -> int:
+        return 2 * self.key_dim + self.value_dim
+
+    @property
+    def split(self) -> list[int]:
+        """Columns of the packed projection: qkv | z | b | a."""
+        return [self.conv_dim, self.value_dim, self.num_v_heads, self.num_v_heads]
+
+    @property
+    def projected_dim(self) -> int:
+        return self.conv_dim + self.value_dim + 2 * self.num_v_heads
+
+
+class States(NamedTuple):
+    """Pools that a layer reads and writes in place; P rows, one a sequence.
+
+    ``conv [P, C, L]``; ``state [P, HV, V, K]`` (absent with lowrank); with a window ``win_k
+    [P, H, R, K]``, ``win_u [P, HV, R, V]``, ``win_g [P, HV, R]`` and ``win_fill [P]``.
+    """
+
+    conv: Tensor
+    state: Tensor | None = None
+    win_k: Tensor | None = None
+    win_u: Tensor | None = None
+    win_g: Tensor | None = None
+    win_fill: Tensor | None = None
+
+    @property
+    def window(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.win_k, self.win_u, self.win_g, self.win_fill
+
+    @staticmethod
+    def allocate(
+        rows: int,
+        heads: Heads,
+        conv_width: int,
+        *,
+        state_mode: str = "full",
+        window: int = 16,
+        dtype: torch.dtype = torch.float32,
+        state_dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> States:
+        """Empty pools: zero states and histories, empty windows.
+
+        Args:
+            rows: P, the most sequences alive at once.
+            conv_width: W; the conv pool gets ``L = W`` columns, as the caches of transformers have.
+            window: R, entries of a window, 1 to 64 (buffered and lowrank only).
+            dtype: of the conv pool, the activation dtype.
+            state_dtype: of the base state. The window's keys and updates are float32.
+        """
+        if state_mode not in STATE_MODES:
+            raise ValueError(f"state_mode: expected one of {STATE_MODES}, got {state_mode!r}")
+        H, HV, K, V = heads
+
+        def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        conv = zeros(rows, heads.conv_dim, conv_width, dtype=dtype)
+        state = None if state_mode == "lowrank" else zeros(rows, HV, V, K, dtype=state_dtype)
+        if state_mode == "full":
+            return States(conv, state)
+        return States(
+            conv,
+            state,
+            zeros(rows, H, window, K, dtype=torch.float32),
+            zeros(rows, HV, window, V, dtype=torch.float32),
+            zeros(rows, HV, window, dtype=torch.float32),
+            zeros(rows, dtype=torch.int32),
+        )
+
+
+class Mixer(NamedTuple):
+    """Parameters and constants of a layer between its projections.
+
+    ``conv_weight [C, W]``, ``conv_bias [C]`` or None, ``A_log`` and ``dt_bias [HV]``,
+    ``norm_weight [V]``: float32 or the activation dtype.
+    """
+
+    heads: Heads
+    conv_weight: Tensor
+    conv_bias: Tensor | None
+    A_log: Tensor
+    dt_bias: Tensor
+    norm_weight: Tensor
+    eps: float = 1e-6
+    activation: str = "silu"
+
+
+def mix(
+    projected: Tensor,
+    mixer: Mixer,
+    states: States,
+    state_indices: Tensor | None = None,
+    has_initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    num_accepted: Tensor | None = None,
+    *,
+    state_mode: str = "full",
+    decode: bool | None = None,
+) -> Tensor:
+    """The layer between its projections, on pools of states that are updated in place. No backward.
+
+    Args:
+        projected: ``[B, T, D]``, the packed projection, columns qkv | z | b | a.
+        states: the pools; row ``state_indices[n]`` belongs to sequence n.
+        state_indices, has_initial_state, cu_seqlens, num_accepted: as in :func:`gdn_ops.recurrent`.
+        decode: true runs the one fused call (every token of a sequence in turn), false the prefill
+            path (convolution and gates, then the chunked rule). Absent: fused for T = 1.
+
+    Returns:
+        ``[B, T, HV * V]``, what the output projection takes.
+
+    With "buffered" the prefill path first folds the window into the base, so that the chunked rule
+    sees the whole state and the window is empty afterwards.
+    """
+    h = mixer.heads
+    if decode is None:
+        decode = projected.shape[1] == 1
+    parameters = (
+        projected, mixer.conv_weight, mixer.conv_bias, mixer.A_log, mixer.dt_bias, mixer.norm_weight
+    )  # fmt: skip
+    sequences = (state_indices, has_initial_state, cu_seqlens, num_accepted)
+    if decode:
+        tail = (h.num_k_heads, h.head_k_dim, *sequences, None, True, mixer.eps, mixer.activation)
+        if state_mode == "full":
+            return _ops.decode.default(*parameters, states.conv, states.state, *tail)
+        if state_mode == "buffered":
+            return _ops.decode_buffered.default(
+                *parameters, states.conv, states.state, *states.window, *tail
+            )
+        return _ops.decode_lowrank.default(*parameters, states.conv, *states.window, *tail)
+
+    if num_accepted is not None:
+        raise ValueError("num_accepted: speculative tokens run on the decode path, not on prefill")
+    qkv, z, b, a = projected.split(h.split, dim=-1)
+    q, k, v, g, beta = _ops.conv_gating.default(
+        qkv, a, b, mixer.conv_weight, mixer.conv_bias, mixer.A_log, mixer.dt_bias, states.conv,
+        h.num_k_heads, h.head_k_dim, *sequences, False, mixer.activation,
+    )  # fmt: skip
+    # The l2norm is left to the rule, which takes it in float32: here q and k would round again.
+    if state_mode == "lowrank":
+        o = _ops.chunk_lowrank.default(
+            q, k, v, g, beta, *states.window, state_indices, has_initial_state, cu_seqlens, None,
+            True,
+        )  # fmt: skip
+    else:
+        if state_mode == "buffered":
+            _ops.window_flush.default(states.state, *states.window, state_indices)
+        if projected.shape[1] >= CHUNK_FROM and projected.device.type in _KERNELS["chunk_prefill"]:
+            o = _ops.chunk_prefill.default(
+                q, k, v, g, beta, states.state, state_indices, state_indices, has_initial_state,
+                cu_seqlens, None, None, True,
+            )  # fmt: skip
+        else:
+            o = _ops.recurrent.default(q, k, v, g, beta, states.state, *sequences, None, True)
+    # The norm takes rows of one stride; the heads of z inside the projection have two.
+    z = z.contiguous().unflatten(-1, (h.num_v_heads, h.head_v_dim))
+    return _ops.gated_rms_norm.default(o, z, mixer.norm_weight, mixer.eps).flatten(-2)
+
+
+def mix_functional(
+    projected: Tensor,
+    mixer: Mixer,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The layer between its projections from an empty state, with a backward for everything.
+
+    Args:
+        projected: ``[B, T, D]``, the packed projection, columns qkv | z | b | a.
+        cu_seqlens: ``[N+1]`` offsets of packed sequences (then B is 1).
+
+    Returns:
+        ``([B, T, HV * V], conv history [N, C, W], final state [N, HV, V, K] float32)``.
+    """
+    h = mixer.heads
+    B, T = projected.shape[:2]
+    qkv, z, b, a = projected.split(h.split, dim=-1)
+    qkv, conv_final = _ops.conv1d.default(
+        qkv, mixer.conv_weight, mixer.conv_bias, None, cu_seqlens, mixer.activation,
+        mixer.conv_weight.shape[1],
+    )  # fmt: skip
+    q, k, v = qkv.split([h.key_dim, h.key_dim, h.value_dim], dim=-1)
+    g, beta = _ops.gating.default(a, b, mixer.A_log, mixer.dt_bias)
+    o, state_final = _ops.chunk.default(
+        q.reshape(B, T, h.num_k_heads, h.head_k_dim),
+        k.reshape(B, T, h.num_k_heads, h.head_k_dim),
+        v.reshape(B, T, h.num_v_heads, h.head_v_dim),
+        g, beta, None, cu_seqlens, None, True,
+    )  # fmt: skip
+    z = z.reshape(B, T, h.num_v_heads, h.head_v_dim)
+    y = _ops.gated_rms_norm.default(o, z, mixer.norm_weight, mixer.eps)
+    return y.flatten(-2), conv_final, state_final
+
+
+class GatedDeltaNet(nn.Module):
+    """Gated DeltaNet layer: one GEMM in, the recurrence, one GEMM out.
+
+    The input projection is packed, rows in the order q | k | v | z | b | a with all heads of a part
+    together (:attr:`Heads.split`), so that decode is one product, :func:`gdn_ops.decode` and one
+    product.
+
+    Args:
+        hidden_size: width of the input and the output.
+        num_k_heads, num_v_heads: H and HV; HV must be a multiple of H.
+        head_k_dim, head_v_dim: K and V, 1 to 512.
+        conv_kernel_size: W, 1 to 8.
+        eps: of the gated norm.
+        state_mode: "full" writes the state each step; "buffered" is exact too and keeps the last
+            ``window`` updates beside it, folding them in when the window is full; "lowrank" keeps
+            those updates only, an approximation (docs/windows.md).
+        window: R, 1 to 64; unused with "full".
+
+    Parameters: ``in_proj.weight [D, hidden]``, ``conv_weight [C, W]``, ``A_log`` and ``dt_bias
+    [HV]`` (float32 whatever ``dtype``), ``norm_weight [V]``, ``out_proj.weight [hidden, HV * V]``.
+
+    Example::
+
+        layer = GatedDeltaNet(1024, 16, 48)
+        states = layer.allocate(rows=8)
+        with torch.no_grad():
+            layer.prefill(prompt, states, rows)      # [N, T, hidden]
+            layer.decode(token, states, rows)        # [N, 1, hidden]
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_k_heads: int,
+        num_v_heads: int,
+        head_k_dim: int = 128,
+        head_v_dim: int = 128,
+        conv_kernel_size: int = 4,
+        *,
+        eps: float = 1e-6,
+        state_mode: str = "full",
+        window: int = 16,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if num_v_heads % num_k_heads:
+            raise ValueError(
+                f"num_v_heads: expected a multiple of num_k_heads = {num_k_heads}, "
+                f"got {num_v_heads}"
+            )
+        if state_mode not in STATE_MODES:
+            raise ValueError(f"state_mode: expected one of {STATE_MODES}, got {state_mode!r}")
+        if not 1 <= window <= 64:
+            raise ValueError(f"window: expected 1 to 64 entries, got {window}")
+        self.heads = Heads(num_k_heads, num_v_heads, head_k_dim, head_v_dim)
+        self.hidden_size = hidden_size
+        self.eps = eps
+        self.state_mode = state_mode
+        self.window = window
+        options = {"device": device, "dtype": dtype}
+        self.in_proj = nn.Linear(hidden_size, self.heads.projected_dim, bias=False, **options)
+        self.conv_weight = nn.Parameter(
+            torch.empty(self.heads.conv_dim, conv_kernel_size, **options)
+        )
+        self.A_log = nn.Parameter(torch.empty(num_v_heads, device=device, dtype=torch.float32))
+        self.dt_bias = nn.Parameter(torch.empty(num_v_heads, device=device, dtype=torch.float32))
+        self.norm_weight = nn.Parameter(torch.empty(head_v_dim, **options))
+        self.out_proj = nn.Linear(self.heads.value_dim, hidden_size, bias=False, **options)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialise as the Qwen models do: A uniform in (0.01, 16), dt_bias and norm one."""
+        nn.init.kaiming_uniform_(self.conv_weight, a=math.sqrt(5))
+        with torch.no_grad():
+            self.A_log.uniform_(0.01, 16).log_()
+            self.dt_bias.fill_(1)
+            self.norm_weight.fill_(1)
+
+    def extra_repr(self) -> str:
+        h = self.heads
+        return (
+            f"heads {h.num_k_heads}/{h.num_v_heads}, dims {h.head_k_dim}/{h.head_v_dim}, "
+            f"state_mode={self.state_mode}"
+        )
+
+    @property
+    def mixer(self) -> Mixer:
+        return Mixer(
+            self.heads, self.conv_weight, None, self.A_log, self.dt_bias, self.norm_weight, self.eps
+        )
+
+    def allocate(self, rows: int, state_dtype: torch.dtype = torch.float32) -> States:
+        """Empty pools of ``rows`` sequences for this layer."""
+        return States.allocate(
+            rows,
+            self.heads,
+            self.conv_weight.shape[1],
+            state_mode=self.state_mode,
+            window=self.window,
+            dtype=self.in_proj.weight.dtype,
+            state_dtype=state_dtype,
+            device=self.in_proj.weight.device,
+        )
+
+    def _run(self, x: Tensor, states: States, *sequences: Tensor | None, decode: bool) -> Tensor:
+        if reason := missing(self.state_mode, x.device.type):
+            raise NotImplementedError(f"GatedDeltaNet: {reason}")
+        y = mix(
+            self.in_proj(x), self.mixer, states, *sequences, state_mode=self.state_mode,
+            decode=decode,
+        )  # fmt: skip
+        return self.out_proj(y)
+
+    def prefill(
+        self,
+        x: Tensor,
+        states: States,
+        state_indices: Tensor | None = None,
+        has_initial_state: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
+        """Many tokens a sequence: ``x [B, T, hidden]`` to the same shape, ``states`` in place."""
+        return self._run(x, states, state_indices, has_initial_state, cu_seqlens, decode=False)
+
+    def decode(
+        self,
+        x: Tensor,
+        states: States,
+        state_indices: Tensor | None = None,
+        has_initial_state: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        num_accepted: Tensor | None = None,
+    ) -> Tensor:
+        """One token a sequence (or a few speculative ones), one fused call between two products."""
+        return self._run(
+            x, states, state_indices, has_initial_state, cu_seqlens, num_accepted, decode=True
+        )
+
+    def forward(
+        self, x: Tensor, states: States | None = None, cu_seqlens: Tensor | None = None
+    ) -> Tensor:
+        """Whole sequences. With ``states``: continue them (row n is sequence n); no backward.
+
+        Without: start from nothing and keep nothing. This form has gradients where this build has a
+        backward of every op; asking for them elsewhere is an error.
+        """
+        if states is not None:
+            return self._run(
+                x, states, None, None, cu_seqlens, decode=x.shape[1] == 1 and cu_seqlens is None
+            )
+        if torch.is_grad_enabled() and (
+            x.requires_grad or any(p.requires_grad for p in self.parameters())
+        ):
+            if not trainable(x.device.type):
+                raise NotImplementedError(
+                    f"GatedDeltaNet: this build has no backward on {x.device.type}; run under "
+                    "torch.no_grad()"
+                )
+            y, _, _ = mix_functional(self.in_proj(x), self.mixer, cu_seqlens)
+            return self.out_proj(y)
+        rows = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        return self._run(x, self.allocate(rows), None, None, cu_seqlens, decode=False)

@@ -1,0 +1,574 @@
+"""Patched transformers models against the unmodified classes of the installed transformers."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+
+transformers = pytest.importorskip(
+    "transformers", reason="the Hugging Face tests need transformers"
+)
+
+import gdn_ops  # noqa: E402
+from gdn_ops import nn as layers  # noqa: E402
+from gdn_ops.hf import layers as hf_layers  # noqa: E402
+from gdn_ops.hf.tiny import FAMILIES, tiny_config, tiny_model  # noqa: E402
+
+# One of each way the projections are stored.
+STORAGES = ("qwen3_next", "qwen3_5")
+SPLITS_OF_65 = ([64, 1], [1, 64], [63, 2], [32, 33], [1] * 65)
+
+needs = {
+    mode: pytest.mark.skipif(
+        layers.missing(mode, "cpu") is not None, reason=str(layers.missing(mode, "cpu"))
+    )
+    for mode in layers.STATE_MODES
+}
+
+
+@pytest.fixture(autouse=True)
+def no_grad():
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def every_reason_anew():
+    hf_layers._announced.clear()
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def pair(request):
+    """(unpatched, patched) models of equal weights."""
+    model = tiny_model(request.param)
+    return model, gdn_ops.patch(copy.deepcopy(model))
+
+
+@pytest.fixture(scope="module", params=STORAGES)
+def storage_pair(request):
+    model = tiny_model(request.param)
+    return model, gdn_ops.patch(copy.deepcopy(model))
+
+
+def first_layer(model):
+    return model.model.layers[0].linear_attn
+
+
+def tokens(batch: int, length: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(1, 256, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def hidden(batch: int, length: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(batch, length, 64, generator=torch.Generator().manual_seed(seed))
+
+
+def new_cache(model):
+    return transformers.DynamicCache(config=model.config)
+
+
+def run_split(layer, cache, x, lengths):
+    name = hf_layers.cache_argument(hf_layers.Qwen3_5GatedDeltaNet)
+    parts = [layer(part, **{name: cache}) for part in x.split(lengths, dim=1)]
+    state = cache.layers[0]
+    return torch.cat(parts, dim=1), state.conv_states[0], state.recurrent_states[0]
+
+
+def generate(model, ids, **options):
+    options = {"max_new_tokens": 64, "do_sample": False, "pad_token_id": 0} | options
+    return model.generate(ids, **options)
+
+
+# --- generation, token for token
+
+
+@pytest.mark.parametrize("batch", [1, 5])
+def test_greedy_64_tokens(pair, batch):
+    plain, patched = pair
+    ids = tokens(batch, 7)
+    expected = generate(plain, ids)
+    assert torch.equal(generate(patched, ids), expected)
+    assert expected.shape[1] == 71
+    assert len(expected[:, 7:].unique()) > 5, "a model that repeats itself would prove nothing"
+
+
+def test_beam_search(storage_pair):
+    plain, patched = storage_pair
+    ids = tokens(2, 6)
+    options = {"num_beams": 3, "max_new_tokens": 16}
+    assert torch.equal(generate(patched, ids, **options), generate(plain, ids, **options))
+
+
+def test_left_padding(storage_pair):
+    plain, patched = storage_pair
+    ids = tokens(3, 9)
+    mask = torch.ones_like(ids)
+    for row, pad in enumerate((0, 4, 7)):
+        ids[row, :pad], mask[row, :pad] = 0, 0
+    options = {"attention_mask": mask, "max_new_tokens": 16}
+    out = generate(patched, ids, **options)
+    assert torch.equal(out, generate(plain, ids, **options))
+    alone = generate(patched, ids[1:2, 4:], max_new_tokens=16)
+    assert torch.equal(out[1, 4:], alone[0])
+
+
+def test_static_cache(storage_pair):
+    plain, patched = storage_pair
+    ids = tokens(2, 7)
+    options = {"max_new_tokens": 16, "cache_implementation": "static", "disable_compile": True}
+    assert torch.equal(generate(patched, ids, **options), generate(plain, ids, **options))
+
+
+def test_no_cache(storage_pair):
+    plain, patched = storage_pair
+    ids = tokens(2, 20)
+    got, expected = (m(ids, use_cache=False).logits for m in (patched, plain))
+    torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_bfloat16_model(storage_pair):
+    plain, patched = (copy.deepcopy(m).to(torch.bfloat16) for m in storage_pair)
+    exact = copy.deepcopy(storage_pair[0]).to(torch.bfloat16).double()
+    x = hidden(2, 24).to(torch.bfloat16)
+    want, _, want_state = run_split(first_layer(exact), new_cache(exact), x.double(), [20, 1, 3])
+    errors = {}
+    for name, model in (("ours", patched), ("theirs", plain)):
+        y, _, state = run_split(first_layer(model), new_cache(model), x, [20, 1, 3])
+        assert y.dtype == torch.bfloat16 and state.dtype == torch.float32
+        errors[name] = (y.double() - want).pow(2).mean().sqrt()
+        errors[name + " state"] = (state.double() - want_state).pow(2).mean().sqrt()
+    assert errors["ours"] <= 1.1 * errors["theirs"]
+    assert errors["ours state"] <= 1.1 * errors["theirs state"]
+
+
+# --- one layer, split anywhere
+
+
+@pytest.mark.parametrize("lengths", SPLITS_OF_65, ids=lambda s: "+".join(map(str, s[:4])))
+def test_split_anywhere(storage_pair, lengths):
+    """Any split of 65 tokens gives the outputs and states of the unpatched layer in float64."""
+    plain, patched = storage_pair
+    exact = copy.deepcopy(first_layer(plain)).double()
+    x = hidden(2, 65)
+    expected = run_split(exact, new_cache(plain), x.double(), [65])
+    got = run_split(first_layer(patched), new_cache(patched), x, lengths)
+    for name, a, b in zip(("output", "conv", "state"), got, expected, strict=True):
+        torch.testing.assert_close(
+            a.double(), b.double(), rtol=1e-5, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+def test_multi_token_with_history(storage_pair):
+    """transformers PR 45513: a cached call with more than one token must not forget the state."""
+    plain, patched = storage_pair
+    x = hidden(3, 8, seed=1)
+    whole = run_split(first_layer(plain), new_cache(plain), x, [8])
+    for lengths in ([5, 3], [5, 1, 2], [2, 6]):
+        parts = run_split(first_layer(patched), new_cache(patched), x, lengths)
+        for a, b in zip(parts, whole, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_model_level_prompt_in_pieces(pair):
+    plain, patched = pair
+    ids = tokens(2, 30)
+    cache = new_cache(patched)
+    newer = first_layer(patched).gdn_cache_argument == "cache"
+    kwarg = "cache" if newer else "past_key_values"
+    logits = [patched(part, **{kwarg: cache}).logits for part in ids.split([11, 1, 18], dim=1)]
+    expected = plain(ids).logits
+    torch.testing.assert_close(torch.cat(logits, 1), expected, rtol=2e-3, atol=2e-3)
+
+
+def test_cache_reset_starts_anew(storage_pair):
+    _, patched = storage_pair
+    layer, cache, x = first_layer(patched), new_cache(patched), hidden(2, 6)
+    first = run_split(layer, cache, x, [5, 1])
+    first = tuple(t.clone() for t in first)
+    cache.layers[0].reset()
+    for a, b in zip(run_split(layer, cache, x, [5, 1]), first, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_caches_move_between_patched_and_plain(storage_pair):
+    plain, patched = storage_pair
+    x = hidden(2, 9)
+    expected = run_split(first_layer(plain), new_cache(plain), x, [5, 4])
+    for first, second in ((plain, patched), (patched, plain)):
+        cache = new_cache(plain)
+        a, _, _ = run_split(first_layer(first), cache, x[:, :5], [5])
+        b, conv, state = run_split(first_layer(second), cache, x[:, 5:], [1] * 4)
+        for got, want in zip((torch.cat([a, b], 1), conv, state), expected, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_deprecated_cache_name(storage_pair):
+    _, patched = storage_pair
+    layer, x = first_layer(patched), hidden(1, 4)
+    cache = new_cache(patched)
+    layer(x, cache_params=cache)
+    assert cache.layers[0].has_previous_state[0]
+
+
+def test_neighbours_change_nothing(storage_pair):
+    _, patched = storage_pair
+    layer, x = first_layer(patched), hidden(8, 6)
+    projected = layer._gdn_project(x, packed=True)
+    states = layers.States.allocate(8, layers.Heads(2, 6, 128, 128), 4)
+    mixer = layers.Mixer(
+        layers.Heads(2, 6, 128, 128), layer.conv1d.weight.squeeze(1), None, layer.A_log,
+        layer.dt_bias, layer.norm.weight,
+    )  # fmt: skip
+    together = layers.mix(projected, mixer, states)
+    for row in (0, 7):
+        alone = layers.States.allocate(1, mixer.heads, 4)
+        assert torch.equal(layers.mix(projected[row : row + 1], mixer, alone)[0], together[row])
+        assert torch.equal(alone.state[0], states.state[row])
+
+
+# --- packed documents
+
+
+def test_packed_documents_stay_apart(storage_pair):
+    """transformers issue 46851: neither convolution nor state may cross a document boundary."""
+    _, patched = storage_pair
+    layer, x = first_layer(patched), hidden(1, 5)
+    cu = torch.tensor([0, 3, 5], dtype=torch.int32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        packed = layer(x, cu_seq_lens_q=cu)
+    for start, end in ((0, 3), (3, 5)):
+        torch.testing.assert_close(packed[:, start:end], layer(x[:, start:end]))
+    changed = x.clone()
+    changed[:, 0] += 1
+    assert torch.equal(layer(changed, cu_seq_lens_q=cu)[:, 3:], packed[:, 3:])
+
+
+def test_packed_documents_leave_the_last_in_the_cache(storage_pair):
+    plain, patched = storage_pair
+    layer, x = first_layer(patched), hidden(1, 45)
+    cache = new_cache(patched)
+    name = layer.gdn_cache_argument
+    layer(x, cu_seq_lens_q=torch.tensor([0, 40, 40, 45]), **{name: cache})
+    _, conv, state = run_split(first_layer(plain), new_cache(plain), x[:, 40:], [5])
+    torch.testing.assert_close(cache.layers[0].conv_states[0], conv, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(cache.layers[0].recurrent_states[0], state, rtol=1e-4, atol=1e-5)
+
+
+# --- weights
+
+
+def test_state_dict_is_unchanged(pair):
+    plain, patched = pair
+    a, b = plain.state_dict(), patched.state_dict()
+    assert list(a) == list(b)
+    assert all(torch.equal(a[k], b[k]) for k in a)
+    assert [n for n, _ in plain.named_parameters()] == [n for n, _ in patched.named_parameters()]
+
+
+def test_packed_projection_shares_memory():
+    layer = first_layer(gdn_ops.patch(tiny_model("qwen3_5")))
+    begin = layer.gdn_packed.data_ptr()
+    end = begin + layer.gdn_packed.numel() * 4
+    for name in layer.gdn_projections:
+        assert begin <= getattr(layer, name).weight.data_ptr() < end
+
+
+def shifted_state_dict(model):
+    return {k: v + 0.01 if "in_proj" in k else v.clone() for k, v in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_weights_loaded_after_patching_count(storage_pair, assign):
+    plain, patched = (copy.deepcopy(m) for m in storage_pair)
+    weights = shifted_state_dict(plain)
+    before = patched(tokens(1, 9)).logits
+    for model in (plain, patched):
+        model.load_state_dict(weights, assign=assign)
+    # Without an eager forward in between, as compiled code would find it.
+    layer = first_layer(patched)
+    x = hidden(1, 3)
+    parts = torch.cat([getattr(layer, n)(x) for n in layer.gdn_projections], -1)
+    rows = layer.gdn_rows()
+    torch.testing.assert_close(
+        torch.nn.functional.linear(x, layer.gdn_packed), parts if rows is None else parts[..., rows]
+    )
+    after = patched(tokens(1, 9)).logits
+    torch.testing.assert_close(after, plain(tokens(1, 9)).logits, rtol=2e-3, atol=2e-3)
+    assert (after - before).abs().max() > 0.01
+
+
+def test_weights_written_in_place_count(storage_pair):
+    plain, patched = (copy.deepcopy(m) for m in storage_pair)
+    for model in (plain, patched):
+        for name, weight in model.named_parameters():
+            if "in_proj" in name:
+                weight.add_(0.01)
+    got, expected = (first_layer(m)(hidden(1, 6)) for m in (patched, plain))
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_weights_replaced_and_moved_count(storage_pair):
+    plain, patched = (copy.deepcopy(m) for m in storage_pair)
+    name = first_layer(patched).gdn_projections[0]
+    for model in (plain, patched):
+        linear = getattr(first_layer(model), name)
+        linear.weight = torch.nn.Parameter(linear.weight * 1.5)
+        model.half().float()
+    got, expected = (first_layer(m)(hidden(1, 6)) for m in (patched, plain))
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+    twin = copy.deepcopy(patched)
+    getattr(first_layer(twin), name).weight.mul_(0)
+    assert not torch.equal(first_layer(twin)(hidden(1, 6)), got)
+    assert torch.equal(first_layer(patched)(hidden(1, 6)), got)
+
+
+def test_wrapped_projections_are_called(storage_pair):
+    """An adapter around a projection must not be bypassed by the packed weight."""
+    plain, patched = (copy.deepcopy(m) for m in storage_pair)
+
+    class Adapter(torch.nn.Module):
+        def __init__(self, base):
+            super().__init__()
+            self.base = base
+
+        def forward(self, x):
+            return 2 * self.base(x)
+
+        @property
+        def weight(self):
+            return self.base.weight
+
+    for model in (plain, patched):
+        layer = first_layer(model)
+        name = hf_layers.CLASSES.get(type(layer), type(layer)).gdn_projections[0]
+        setattr(layer, name, Adapter(getattr(layer, name)))
+    got, expected = (first_layer(m)(hidden(1, 6)) for m in (patched, plain))
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_save_and_load(storage_pair, tmp_path):
+    plain, patched = storage_pair
+    patched.save_pretrained(tmp_path)
+    ids = tokens(2, 7)
+    again = type(plain).from_pretrained(tmp_path)
+    assert torch.equal(
+        generate(again, ids, max_new_tokens=8), generate(plain, ids, max_new_tokens=8)
+    )
+    gdn_ops.register_transformers()
+    gdn_ops.register_transformers()
+    try:
+        ours = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+        fresh = transformers.AutoModelForCausalLM.from_config(plain.config)
+    finally:
+        gdn_ops.unregister_transformers()
+    assert first_layer(ours).gdn_packed is not None, "packed before the first forward"
+    for model in (ours, fresh):
+        assert set(gdn_ops.active(model).values()) == {"gdn_ops (full)"}
+    assert torch.equal(
+        generate(ours, ids, max_new_tokens=8), generate(plain, ids, max_new_tokens=8)
+    )
+    other = transformers.AutoModelForCausalLM.from_config(plain.config)
+    assert set(gdn_ops.active(other).values()) == {"transformers"}
+
+
+# --- patch, unpatch, active
+
+
+def test_unpatch_restores(storage_pair):
+    plain, patched = (copy.deepcopy(m) for m in storage_pair)
+    assert set(gdn_ops.active(patched).values()) == {"gdn_ops (full)"}
+    assert gdn_ops.unpatch(patched) is patched
+    assert set(gdn_ops.active(patched).values()) == {"transformers"}
+    ours, theirs = first_layer(patched), first_layer(plain)
+    assert type(ours) is type(theirs)
+    assert set(vars(ours)) == set(vars(theirs))
+    assert not ours._load_state_dict_post_hooks
+    assert list(ours.named_buffers()) == []
+    for weight in ours.parameters():
+        assert weight.untyped_storage().nbytes() == weight.numel() * weight.element_size()
+    x = hidden(2, 5)
+    assert torch.equal(ours(x), theirs(x))
+
+
+def test_active_names_every_layer():
+    model = tiny_model("qwen3_5", layers=4)
+    assert list(gdn_ops.active(model)) == [f"model.layers.{i}.linear_attn" for i in range(3)]
+    gdn_ops.patch(model.model.layers[1].linear_attn)
+    assert list(gdn_ops.active(model).values()) == [
+        "transformers",
+        "gdn_ops (full)",
+        "transformers",
+    ]
+    assert "gdn_ops" in type(model.model.layers[1].linear_attn).__module__
+    assert "GatedDeltaNet" in type(model.model.layers[1].linear_attn).__name__
+
+
+def test_active_says_why_a_layer_never_runs_here():
+    model = gdn_ops.patch(tiny_model("qwen3_5", hidden_act="gelu"))
+    assert set(gdn_ops.active(model).values()) == {"transformers (activation 'gelu' is not silu)"}
+    twin = tiny_model("qwen3_5", hidden_act="gelu")
+    with pytest.warns(UserWarning, match="gelu"):
+        assert torch.equal(model(tokens(1, 5)).logits, twin(tokens(1, 5)).logits)
+
+
+def test_patch_refuses():
+    with pytest.raises(ValueError, match="no layer of Qwen3_5GatedDeltaNet"):
+        gdn_ops.patch(torch.nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="window: expected 1 to 64"):
+        gdn_ops.patch(tiny_model("qwen3_5"), window=65)
+    with pytest.raises(ValueError, match="state_mode: expected one of"):
+        gdn_ops.patch(tiny_model("qwen3_5"), state_mode="half")
+    with pytest.raises(ValueError, match="family: expected one of"):
+        tiny_config("qwen2")
+
+
+@pytest.mark.parametrize("mode", layers.STATE_MODES)
+def test_a_missing_op_is_named(mode, monkeypatch):
+    op = layers._NEEDS[mode][-1]
+    monkeypatch.setitem(layers._KERNELS, op, frozenset())
+    with pytest.raises(NotImplementedError, match=f"gdn::{op} on cpu"):
+        gdn_ops.patch(tiny_model("qwen3_5"), state_mode=mode)
+
+
+# --- the written rule for falling back
+
+
+def test_float64_falls_back_with_one_warning(storage_pair):
+    plain, patched = (copy.deepcopy(m).double() for m in storage_pair)
+    ids = tokens(2, 6)
+    with pytest.warns(UserWarning, match="runs the code of transformers: parameters are") as seen:
+        got = patched(ids).logits
+    assert torch.equal(got, plain(ids).logits)
+    assert len([w for w in seen if "gdn_ops" in str(w.message)]) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        patched(ids)
+
+
+def test_recorded_past_falls_back(storage_pair):
+    plain, patched = storage_pair
+    x = hidden(1, 7)
+    results = []
+    for model in (plain, patched):
+        cache = new_cache(model)
+        run_split(first_layer(model), cache, x[:, :4], [4])
+        cache.layers[0].record_past = True
+        results.append(run_split(first_layer(model), cache, x[:, 4:], [2, 1]))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    assert results[1][1].shape[-1] == 7, "the conv state grows while the past is recorded"
+
+
+def test_boundaries_that_cannot_be_honoured_reach_transformers(storage_pair):
+    _, patched = storage_pair
+    layer = first_layer(patched)
+    two_rows = hidden(2, 4)
+    cu = torch.tensor([0, 4], dtype=torch.int32)
+    with pytest.warns(UserWarning, match="packed sequences"), pytest.raises(ValueError):
+        layer(two_rows, cu_seq_lens_q=cu)
+    with pytest.warns(UserWarning, match="seq_idx"), pytest.raises(ValueError):
+        layer(two_rows, seq_idx=torch.zeros(2, 4, dtype=torch.int32))
+
+
+def test_training_gives_the_gradients_of_transformers(storage_pair):
+    plain, patched = (copy.deepcopy(m).train() for m in storage_pair)
+    ids = tokens(2, 20)
+    losses = []
+    with torch.enable_grad():
+        for model in (plain, patched):
+            loss = model(ids, labels=ids).loss
+            loss.backward()
+            losses.append(loss)
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-4, atol=1e-4)
+    for (name, a), b in zip(patched.named_parameters(), plain.parameters(), strict=True):
+        scale = b.grad.abs().max()
+        assert (a.grad - b.grad).abs().max() <= 2e-3 * scale + 1e-7, name
+
+
+def test_an_optimiser_step_reaches_the_packed_projection(storage_pair):
+    plain, patched = (copy.deepcopy(m) for m in storage_pair)
+    ids = tokens(2, 12)
+    for model in (plain, patched):
+        optimiser = torch.optim.SGD(model.parameters(), lr=0.01)
+        with torch.enable_grad():
+            model(ids, labels=ids).loss.backward()
+        optimiser.step()
+    got, expected = (m(ids).logits for m in (patched, plain))
+    torch.testing.assert_close(got, expected, rtol=5e-3, atol=5e-3)
+
+
+# --- windows
+
+
+@needs["buffered"]
+@pytest.mark.parametrize("window", [1, 5, 16])
+def test_buffered_is_exact(window):
+    plain = tiny_model("qwen3_5")
+    patched = gdn_ops.patch(copy.deepcopy(plain), state_mode="buffered", window=window)
+    ids = tokens(3, 7)
+    assert torch.equal(generate(patched, ids), generate(plain, ids))
+    options = {"num_beams": 3, "max_new_tokens": 12}
+    assert torch.equal(generate(patched, ids, **options), generate(plain, ids, **options))
+
+
+@needs["buffered"]
+def test_buffered_window_is_folded_before_other_code_reads_the_state():
+    plain = tiny_model("qwen3_5")
+    patched = gdn_ops.patch(copy.deepcopy(plain), state_mode="buffered", window=8)
+    x = hidden(2, 14)
+    expected = run_split(first_layer(plain), new_cache(plain), x, [14])
+    cache = new_cache(patched)
+    layer = first_layer(patched)
+    run_split(layer, cache, x[:, :9], [5, 1, 1, 1, 1])
+    assert cache.layers[0].recurrent_states[4].tolist() == [4, 4]
+    y, conv, state = run_split(layer, cache, x[:, 9:], [5])
+    assert cache.layers[0].recurrent_states[4].tolist() == [0, 0]
+    for got, want in zip((y, conv, state), (expected[0][:, 9:], *expected[1:]), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    run_split(layer, cache, x[:, :1], [1])
+    gdn_ops.patch(patched, state_mode="full")
+    run_split(layer, cache, x[:, 1:2], [1])
+    exact = new_cache(plain)
+    run_split(first_layer(plain), exact, torch.cat([x, x[:, :2]], 1), [16])
+    torch.testing.assert_close(
+        cache.layers[0].recurrent_states[0],
+        exact.layers[0].recurrent_states[0],
+        rtol=1e-4,
+        atol=1e-5,
+    )
+
+
+@needs["lowrank"]
+def test_lowrank_is_full_rank_while_the_window_holds_everything():
+    plain = tiny_model("qwen3_5")
+    patched = gdn_ops.patch(copy.deepcopy(plain), state_mode="lowrank", window=32)
+    ids = tokens(2, 7)
+    options = {"max_new_tokens": 24}
+    assert torch.equal(generate(patched, ids, **options), generate(plain, ids, **options))
+
+
+@needs["lowrank"]
+def test_lowrank_drops_the_old():
+    plain = tiny_model("qwen3_5")
+    x = hidden(2, 96)
+    exact, _, _ = run_split(first_layer(plain), new_cache(plain), x, [96])
+    errors = []
+    for window in (8, 16, 32):
+        patched = gdn_ops.patch(copy.deepcopy(plain), state_mode="lowrank", window=window)
+        y, _, _ = run_split(first_layer(patched), new_cache(patched), x, [64] + [1] * 32)
+        errors.append(float((y - exact).abs().max()))
+    assert errors[0] > errors[1] > errors[2]
+
+
+@needs["lowrank"]
+def test_lowrank_states_are_not_taken_for_full_ones():
+    model = gdn_ops.patch(tiny_model("qwen3_5"), state_mode="lowrank")
+    cache, layer = new_cache(model), first_layer(model)
+    run_split_lowrank = layer(hidden(1, 5), **{layer.gdn_cache_argument: cache})
+    assert run_split_lowrank.shape == (1, 5, 64)
+    gdn_ops.patch(model, state_mode="full")
+    with pytest.raises(RuntimeError, match="low-rank windows"):
+        layer(hidden(1, 1), **{layer.gdn_cache_argument: cache})

@@ -1,0 +1,246 @@
+"""GatedDeltaNet, the layer, against the float64 oracles."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gdn_ops import nn as layers
+from gdn_ops import reference
+from gdn_ops.nn import GatedDeltaNet
+
+# hidden, H, HV, K, V, W: the ratio of the large models, K != V, one head, ratio 1 and odd sizes.
+SHAPES = [(32, 2, 6, 16, 16, 4), (24, 1, 2, 8, 20, 4), (16, 3, 3, 5, 7, 2), (8, 1, 1, 1, 1, 1)]
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
+
+
+def make(shape=SHAPES[0], dtype=torch.float32, seed=0, **options) -> GatedDeltaNet:
+    torch.manual_seed(seed)
+    *sizes, width = shape
+    layer = GatedDeltaNet(*sizes, width, dtype=dtype, **options)
+    with torch.no_grad():
+        layer.norm_weight.add_(0.1 * torch.randn_like(layer.norm_weight))
+        layer.A_log.copy_(torch.linspace(-3, 1, layer.A_log.numel()))
+    return layer
+
+
+def oracle(layer: GatedDeltaNet, x, conv, state, **sequences):
+    """The whole layer in float64: ``(y, conv pool, state pool)``."""
+    p = {name: t.detach().double() for name, t in layer.named_parameters()}
+    projected = x.double() @ p["in_proj.weight"].T
+    y, conv, state = reference.decode(
+        projected, p["conv_weight"], None, p["A_log"], p["dt_bias"], p["norm_weight"], conv, state,
+        layer.heads.num_k_heads, layer.heads.head_k_dim, eps=layer.eps, **sequences,
+    )  # fmt: skip
+    return y @ p["out_proj.weight"].T, conv, state
+
+
+def inputs(layer, *shape, dtype=torch.float32):
+    return torch.randn(*shape, layer.hidden_size).to(dtype)
+
+
+def assert_close(got, expected, dtype=torch.float32, what=""):
+    scale = expected.abs().max().clamp(min=1)
+    error = (got.double() - expected).abs().max() / scale
+    assert error <= TOLERANCE[dtype], f"{what}: relative error {error:.2e}"
+
+
+def randomised(layer, rows):
+    states = layer.allocate(rows)
+    states.conv.normal_()
+    states.state.normal_()
+    return states
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@torch.no_grad()
+def test_prefill_then_decode(shape, dtype):
+    layer = make(shape, dtype)
+    x = inputs(layer, 2, 21, dtype=dtype)
+    states = layer.allocate(2)
+    want, conv, state = oracle(layer, x, states.conv, states.state)
+    parts = [layer.prefill(x[:, :17], states), layer.prefill(x[:, 17:19], states)]
+    parts += [layer.decode(x[:, t : t + 1], states) for t in (19, 20)]
+    got = torch.cat(parts, 1)
+    assert got.dtype == dtype and states.state.dtype == torch.float32
+    assert_close(got, want, dtype, "output")
+    assert_close(states.conv, conv, dtype, "conv")
+    assert_close(states.state, state, dtype, "state")
+
+
+@torch.no_grad()
+def test_rows_of_a_pool():
+    """Named rows move, padding gives zeros, other rows keep every bit, a fresh row is not read."""
+    layer = make()
+    states = randomised(layer, 6)
+    states.state[1], states.conv[1] = float("nan"), float("nan")
+    before = [t.clone() for t in states[:2]]
+    rows = torch.tensor([4, -1, 1, 0], dtype=torch.int32)
+    has = torch.tensor([True, True, False, True])
+    for call, T in ((layer.decode, 1), (layer.decode, 3), (layer.prefill, 18), (layer.prefill, 2)):
+        x = inputs(layer, 4, T)
+        if call == layer.decode:
+            x[1] = float("nan")
+        clean = [t.nan_to_num() for t in states[:2]]
+        want, conv, state = oracle(layer, x, *clean, state_indices=rows, has_initial_state=has)
+        y = call(x, states, rows, has)
+        assert torch.equal(y[1], torch.zeros_like(y[1]))
+        live = [0, 2, 3]
+        assert_close(y[live], want[live])
+        assert_close(states.conv[rows[live]], conv[rows[live]], what="conv")
+        assert_close(states.state[rows[live]], state[rows[live]], what="state")
+        for pool, old in zip(states[:2], before, strict=True):
+            assert torch.equal(pool[[2, 3, 5]], old[[2, 3, 5]])
+
+
+@torch.no_grad()
+def test_packed_sequences_equal_single_ones():
+    layer = make()
+    lengths = [3, 0, 20, 1]
+    cu = torch.tensor([0, 3, 3, 23, 24])
+    x = inputs(layer, 1, 24)
+    packed = layer.allocate(4)
+    y = layer.prefill(x, packed, cu_seqlens=cu)
+    start = 0
+    for n, length in enumerate(lengths):
+        alone = layer.allocate(1)
+        part = x[:, start : start + length]
+        if length:
+            want, conv, state = oracle(layer, part, alone.conv, alone.state)
+            assert_close(y[:, start : start + length], want)
+            assert_close(packed.conv[n : n + 1], conv)
+            assert_close(packed.state[n : n + 1], state)
+        else:
+            assert torch.equal(packed.state[n], alone.state[0])
+        start += length
+    assert torch.equal(layer(x, cu_seqlens=cu), y)
+
+
+@torch.no_grad()
+def test_decode_after_prefill_of_one_token_is_the_same_step():
+    layer = make()
+    x = inputs(layer, 3, 1)
+    a, b = randomised(layer, 3), None
+    b = layers.States(*(None if t is None else t.clone() for t in a))
+    y, z = layer.decode(x, a), layer.prefill(x, b)
+    torch.testing.assert_close(y, z, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(a.state, b.state, rtol=1e-6, atol=1e-6)
+    assert torch.equal(a.conv, b.conv)
+
+
+@torch.no_grad()
+def test_forward_without_states_keeps_nothing():
+    layer = make()
+    x = inputs(layer, 2, 9)
+    states = layer.allocate(2)
+    want, _, _ = oracle(layer, x, states.conv, states.state)
+    assert_close(layer(x), want)
+    assert_close(layer(x, states), want)
+    step = inputs(layer, 2, 1)
+    both, _, _ = oracle(layer, torch.cat([x, step], 1), *layer.allocate(2)[:2])
+    assert_close(layer(step, states), both[:, -1:])
+
+
+@torch.no_grad()
+def test_state_dtypes():
+    layer = make()
+    x = inputs(layer, 2, 1)
+    for dtype in (torch.bfloat16, torch.float16):
+        states = layer.allocate(2, state_dtype=dtype)
+        states.state.normal_()
+        want, _, state = oracle(layer, x, states.conv, states.state)
+        y = layer.decode(x, states)
+        assert_close(y, want)
+        assert states.state.dtype == dtype
+        torch.testing.assert_close(states.state.double(), state, rtol=1e-2, atol=1e-2)
+
+
+def test_gradients():
+    layer = make()
+    x = inputs(layer, 2, 19).requires_grad_()
+    if not layers.trainable("cpu"):
+        with pytest.raises(NotImplementedError, match="no backward on cpu"):
+            layer(x)
+        return
+    weights = torch.randn(2, 19, layer.hidden_size)
+    (layer(x) * weights).sum().backward()
+    p = {n: t.detach().double().requires_grad_() for n, t in layer.named_parameters()}
+    xd = x.detach().double().requires_grad_()
+    states = layer.allocate(2)
+    y, _, _ = reference.decode(
+        xd @ p["in_proj.weight"].T, p["conv_weight"], None, p["A_log"], p["dt_bias"],
+        p["norm_weight"], states.conv, states.state, layer.heads.num_k_heads,
+        layer.heads.head_k_dim, eps=layer.eps,
+    )  # fmt: skip
+    ((y @ p["out_proj.weight"].T) * weights).sum().backward()
+    pairs = {"x": (x.grad, xd.grad)}
+    pairs |= {n: (t.grad, p[n].grad) for n, t in layer.named_parameters()}
+    for name, (got, want) in pairs.items():
+        error = (got.double() - want).abs().max() / want.abs().max()
+        assert error < 1e-4, f"{name}: relative error {error:.2e}"
+
+
+def test_grad_mode_with_states_is_refused():
+    layer = make()
+    x = inputs(layer, 1, 1)
+    states = layer.allocate(1)
+    with pytest.raises(RuntimeError, match="requires grad"):
+        layer.decode(x, states)
+    assert not states.state.any()
+
+
+def test_bad_arguments_are_named():
+    with pytest.raises(ValueError, match="multiple of num_k_heads = 2, got 3"):
+        GatedDeltaNet(8, 2, 3)
+    with pytest.raises(ValueError, match="state_mode: expected one of .* got 'some'"):
+        GatedDeltaNet(8, 1, 1, state_mode="some")
+    with pytest.raises(ValueError, match="window: expected 1 to 64 entries, got 0"):
+        GatedDeltaNet(8, 1, 1, window=0)
+    layer = make()
+    with torch.no_grad(), pytest.raises(ValueError, match="num_accepted"):
+        h = layer.heads
+        layers.mix(
+            torch.zeros(1, 2, h.projected_dim), layer.mixer, layer.allocate(1),
+            num_accepted=torch.ones(1, dtype=torch.int32), decode=False,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", ["buffered", "lowrank"])
+@torch.no_grad()
+def test_windows(mode):
+    """Buffered is exact at any R; lowrank while R holds every token."""
+    layer = make(state_mode=mode, window=4 if mode == "buffered" else 40)
+    x = inputs(layer, 3, 31)
+    states = layer.allocate(5)
+    rows = torch.tensor([3, 0, 4])
+    if reason := layers.missing(mode, "cpu"):
+        with pytest.raises(NotImplementedError) as refused:
+            layer.decode(x[:, :1], states, rows)
+        assert reason in str(refused.value)
+        return
+    full = layers.States.allocate(3, layer.heads, 4)
+    want, conv, _ = oracle(layer, x, full.conv, full.state)
+    parts = [layer.prefill(x[:, :7], states, rows)]
+    parts += [layer.decode(x[:, t : t + 1], states, rows) for t in range(7, 18)]
+    if mode == "buffered":
+        parts += [layer.decode(x[:, 18:21], states, rows)]
+        parts += [layer.prefill(x[:, 21:25], states, rows)]
+    else:
+        parts += [layer.prefill(x[:, 18:25], states, rows)]
+    parts += [layer.decode(x[:, t : t + 1], states, rows) for t in range(25, 31)]
+    assert_close(torch.cat(parts, 1), want)
+    assert_close(states.conv[rows], conv, what="conv")
+    assert not states.conv[[1, 2]].any() and not states.win_u[[1, 2]].any()
+
+
+def test_packed_projection_order():
+    """Rows of in_proj: q, k, v of all heads, then z, b and a."""
+    layer = make()
+    h = layer.heads
+    assert sum(h.split) == h.projected_dim == layer.in_proj.weight.shape[0]
+    assert h.split == [2 * 2 * 16 + 6 * 16, 6 * 16, 6, 6]
+    assert set(layer.state_dict()) == {
+        "in_proj.weight", "conv_weight", "A_log", "dt_bias", "norm_weight", "out_proj.weight"
+    }  # fmt: skip
+    assert make(dtype=torch.bfloat16).A_log.dtype == torch.float32
