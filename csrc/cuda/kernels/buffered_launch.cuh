@@ -1,4 +1,5 @@
-// Launches of the buffered recurrence for one state dtype; one file a dtype, as recurrent_launch.cuh.
+// Launches of the buffered recurrence for one state dtype; one file a dtype, as
+// recurrent_launch.cuh.
 #pragma once
 
 #include "buffered.cuh"
@@ -27,11 +28,10 @@ cudaError_t launch_buffered_rows(const RecurrentArgs& a, const WindowWorkspace& 
   grid.ratio = FastDiv(static_cast<uint32_t>(a.HV / a.H));
   for (; grid.first < a.seqs.N; grid.first += kMaxGridY) {
     const int64_t count = a.seqs.N - grid.first < kMaxGridY ? a.seqs.N - grid.first : kMaxGridY;
-    const cudaError_t error =
-        launch(buffered_rows<ST, AT, K, RPW, LANES, WARPS, MIN_BLOCKS>,
-               dim3(static_cast<unsigned>(a.HV) * grid.row_blocks.divisor,
-                    static_cast<unsigned>(count)),
-               dim3(WARPS * 32), 0, stream, a, grid, ws);
+    const cudaError_t error = launch(
+        buffered_rows<ST, AT, K, RPW, LANES, WARPS, MIN_BLOCKS>,
+        dim3(static_cast<unsigned>(a.HV) * grid.row_blocks.divisor, static_cast<unsigned>(count)),
+        dim3(WARPS * 32), 0, stream, a, grid, ws);
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;
@@ -81,8 +81,7 @@ cudaError_t launch_buffered_activation(const RecurrentArgs& a, const WindowWorks
 }
 
 template <class ST>
-cudaError_t launch_buffered(const RecurrentArgs& a, void* memory, bool flush,
-                            cudaStream_t stream) {
+cudaError_t launch_buffered(const RecurrentArgs& a, void* memory, bool flush, cudaStream_t stream) {
   const WindowWorkspace ws = workspace_of(a, memory);
   switch (a.q.dtype) {
     case DType::f32:
