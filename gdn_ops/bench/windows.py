@@ -40,9 +40,9 @@ def bytes_per_token(
 ) -> float:
     """Bytes of state and window that one call of T tokens moves, averaged over a long run.
 
-    ``state`` None is the low-rank form with a full window. Buffered: the base is read once a call and
-    written once a fold; R // T calls lie between folds, and the call that folds reads
-    the entries it folds. Activations are not counted.
+    ``state`` None is the low-rank form with a full window. Buffered: the base is read once a call
+    and written once a fold, every R // T calls; the call that folds reads the entries it folds.
+    Activations are not counted.
     """
     entry = H * K * key.itemsize + HV * V * update.itemsize + HV * 4
     if state is None:
