@@ -94,7 +94,7 @@ def case_rows(heads, B: int, dtype: torch.dtype, T: int, options: Options) -> li
         return plain(*inputs, pools[i], table, None, None, accepted, None, True)
 
     def call_buffered(i):
-        return exact(*inputs, pools[i], *buffered[i], rows, None, None, accepted, None, True)
+        return exact(*inputs, pools[i][:B], *buffered[i], rows, None, None, accepted, None, True)
 
     def check_plain():
         source = [r * T + T - 1 for r in some] if T > 1 else some
