@@ -412,3 +412,16 @@ def test_patched_model_generates_the_same_compiled(model):
         token = step(token, cache).argmax(-1, keepdim=True)
     assert torch.equal(out, expected)
     assert counter.frame_count <= 3, "prefill, first decode and at most one more"
+
+
+def test_falling_back_is_traced_too(model):
+    """The code of transformers runs inside the graph, and the warning comes while tracing."""
+    from gdn_ops.hf import layers as hf_layers
+
+    layer = copy.deepcopy(model.model.layers[0].linear_attn).double()
+    compiled = torch.compile(lambda x: layer(x), fullgraph=True, backend="eager")
+    x = torch.randn(1, 3, 64, dtype=torch.float64)
+    hf_layers._announced.clear()
+    with pytest.warns(UserWarning, match="runs the code of transformers: parameters are"):
+        got = compiled(x)
+    assert torch.equal(got, layer(x))
