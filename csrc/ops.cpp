@@ -78,6 +78,9 @@ TORCH_LIBRARY(gdn, m) {
   m.def("decode_lowrank(" GDN_DECODE_PARAMS ", Tensor(f!) conv_state, " GDN_WINDOW
         ", " GDN_DECODE_TAIL ") -> Tensor");
 
+  // --- what benchmarks compare with: each byte of x read and written back, unchanged
+  m.def("sweep(Tensor(a!) x) -> ()");
+
   // --- the library itself (no tensors, so these run on any backend)
   m.def("set_precision(str mode) -> ()");
   m.def("get_precision() -> str");

@@ -1,0 +1,90 @@
+"""The command line: ``gdn-ops`` and ``python -m gdn_ops``.
+
+Each command is a module with ``HELP``, ``add_arguments(parser)`` and ``run(args, out) -> (code,
+data)``; ``data`` is what ``--json`` writes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+COMMANDS = ("demo", "doctor", "verify", "bench")
+EPILOG = """examples:
+  gdn-ops demo                          a tiny Qwen3.5 model decodes with our ops and without
+  gdn-ops doctor --json -               what was built, what is active, what is missing, as JSON
+  gdn-ops verify recurrent decode       errors of two op families against float64, by dtype
+  gdn-ops bench recurrent --plot scaling.png
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    from importlib import import_module
+
+    parser = argparse.ArgumentParser(
+        prog="gdn-ops",
+        description="Gated DeltaNet operators for PyTorch: show, check and time them here.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name in COMMANDS:
+        module = import_module(f"gdn_ops.cli.{name}")
+        sub = commands.add_parser(
+            name,
+            help=module.HELP,
+            description=module.__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        module.add_arguments(sub)
+        sub.add_argument(
+            "--threads",
+            type=_positive,
+            metavar="N",
+            help="threads (default: torch's own)",
+        )
+        sub.add_argument(
+            "--json",
+            nargs="?",
+            const="-",
+            metavar="PATH",
+            help="also write the result as JSON to PATH; with '-' or nothing it goes to stdout and "
+            "the text to stderr",
+        )
+        sub.set_defaults(run=module.run)
+    return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected a number of at least 1, got {text}")
+    return value
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; returns the exit status (0 good, 1 a check failed, 2 wrong usage)."""
+    try:
+        import rich  # noqa: F401
+    except ImportError:
+        print("gdn-ops needs the package rich: pip install rich", file=sys.stderr)
+        return 2
+    from gdn_ops.cli._output import Output, UsageError
+
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    out = Output(args.json)
+    import torch
+
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    try:
+        code, data = args.run(args, out)
+    except UsageError as error:
+        out.console.print(f"gdn-ops {args.command}: {error}", markup=False)
+        return 2
+    except KeyboardInterrupt:
+        out.console.print("interrupted")
+        return 130
+    out.write_json({"command": args.command, "status": code, **data})
+    return code

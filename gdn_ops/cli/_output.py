@@ -1,0 +1,84 @@
+"""Where a command's text and its JSON go."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+
+class UsageError(Exception):
+    """The command cannot do what was asked; its text says what would work."""
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no infinity or NaN: those become strings."""
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+class Output:
+    """Text on stdout, unless stdout carries the JSON; progress only on a terminal."""
+
+    def __init__(self, json_path: str | None):
+        self.json_path = json_path
+        to_stdout = json_path == "-"
+        self.console = Console(file=sys.stderr if to_stdout else sys.stdout, highlight=False)
+        if not self.console.is_terminal:
+            # A pipe or a log: lines as long as they are, not folded at 80 columns.
+            self.console.width = 160
+
+    def write_json(self, data: dict) -> None:
+        if self.json_path is None:
+            return
+        text = json.dumps(_plain(data), indent=2, default=str) + "\n"
+        if self.json_path == "-":
+            sys.stdout.write(text)
+        else:
+            Path(self.json_path).write_text(text)
+            self.console.print(f"wrote {self.json_path}", markup=False)
+
+    def table(self, title: str, columns: list[str], rows: list[list[str]]) -> None:
+        table = Table(title=title, title_justify="left", title_style="bold")
+        for i, name in enumerate(columns):
+            numeric = rows and all(_numeric(r[i]) for r in rows)
+            table.add_column(name, justify="right" if numeric else "left", overflow="fold")
+        for row in rows:
+            table.add_row(*row)
+        self.console.print(table)
+
+    @contextmanager
+    def progress(self, text: str, lines: bool = False):
+        """A spinner with the time passed; yields a function that changes its text.
+
+        Without a terminal: nothing, or with ``lines`` each text on a line of its own.
+        """
+        if not self.console.is_terminal:
+            yield lambda new: self.console.print(f"... {new}", markup=False) if lines else None
+            return
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        with Progress(*columns, console=self.console, transient=True) as bar:
+            task = bar.add_task(text, total=None)
+            yield lambda new: bar.update(task, description=new)
+
+
+def _numeric(text: str) -> bool:
+    if text in ("", "-"):
+        return True
+    try:
+        float(text.rstrip("x%"))
+    except ValueError:
+        return False
+    return True

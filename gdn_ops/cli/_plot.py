@@ -1,0 +1,64 @@
+"""``gdn-ops bench --plot``: time of a call over the batch size, on logarithmic axes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from gdn_ops.cli._output import UsageError
+
+
+def require() -> None:
+    """Fail before a long run, not after it."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise UsageError("--plot needs matplotlib: pip install matplotlib") from error
+
+
+def scaling(rows: list[dict], machine: dict, path: str) -> None:
+    """One panel for each op, head count and state dtype that was timed at two batch sizes or more.
+
+    Raises:
+        UsageError: no case was timed at two batch sizes.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    panels: dict[tuple, dict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
+    for row in rows:
+        if row["skipped"] or row.get("mode") == "hot" or row.get("batch") is None:
+            continue
+        panel = panels[row["op"], row.get("heads"), row.get("state")]
+        name = row["candidate"] + (f" ({row['layout']})" if row.get("layout") else "")
+        panel[name][row["batch"]] = row["ms"]
+        panel["floor"][row["batch"]] = row["floor_ms"]
+    panels = {k: p for k, p in panels.items() if len(p["floor"]) > 1}
+    if not panels:
+        raise UsageError("--plot: nothing was timed at two batch sizes; see --batch")
+    columns = min(3, len(panels))
+    lines = -(-len(panels) // columns)
+    figure, axes = plt.subplots(
+        lines, columns, figsize=(5.5 * columns, 4 * lines), squeeze=False, layout="constrained"
+    )
+    for axis in axes.flat[len(panels) :]:
+        axis.axis("off")
+    for axis, ((op, heads, state), series) in zip(axes.flat, panels.items(), strict=False):
+        for name, points in series.items():
+            batches = sorted(points)
+            style = {"color": "black", "linestyle": "--"} if name == "floor" else {"marker": "o"}
+            axis.loglog(batches, [points[b] for b in batches], label=name, base=2, **style)
+        axis.set_title(" ".join(str(x) for x in (op, heads, state) if x))
+        axis.set_xlabel("batch")
+        axis.set_ylabel("ms a call")
+        axis.set_yscale("log", base=10)
+        axis.grid(True, which="major", alpha=0.3)
+        axis.legend(fontsize="small")
+    figure.suptitle(
+        f"{machine['cpu']}, {machine['isa']}, {machine['threads']} threads, torch "
+        f"{machine['torch']}, {machine['date']}",
+        fontsize="small",
+    )
+    figure.savefig(path, dpi=110)
+    plt.close(figure)

@@ -1,0 +1,162 @@
+"""Time the ops beside their peers and beside the floor of the memory, all in one run.
+
+Every row gives the time of a call, the floor (the fewest bytes the call must move, at the rate of
+an in-place sweep measured between the same samples on the same buffers) and their ratio. A
+candidate is first compared with a float64 reference; one that is out of tolerance is not timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from gdn_ops.cli._output import Output, UsageError
+
+HELP = "time the ops against peers and the memory floor"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from gdn_ops.bench import families
+
+    parser.add_argument(
+        "families", nargs="*", metavar="FAMILY", help=f"default: all of {', '.join(families())}"
+    )
+    parser.add_argument("--list", action="store_true", help="list the families and stop")
+    parser.add_argument("--quick", action="store_true", help="few shapes and short sampling")
+    parser.add_argument("--batch", help="batch sizes, like 1,16,256")
+    parser.add_argument("--heads", help="key/value heads, like 16/48,4/12")
+    parser.add_argument("--state", help="state dtypes, like f32,bf16")
+    parser.add_argument("--no-peers", action="store_true", help="only ours")
+    parser.add_argument("--no-compile", action="store_true", help="skip peers under torch.compile")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--plot", metavar="PNG", help="plot time over batch size (needs matplotlib)"
+    )
+
+
+def _list(text: str | None, what: str, convert) -> tuple:
+    if not text:
+        return ()
+    try:
+        return tuple(convert(item.strip()) for item in text.split(","))
+    except (ValueError, KeyError) as error:
+        raise UsageError(f"--{what}: cannot read {text!r}: {error}") from error
+
+
+def _heads(text: str) -> tuple[int, int]:
+    keys, values = (int(x) for x in text.split("/"))
+    if keys < 1 or values % keys:
+        raise ValueError(f"{text}: value heads must be a multiple of key heads")
+    return keys, values
+
+
+def options_from(args: argparse.Namespace):
+    from gdn_ops.bench import Options
+    from gdn_ops.bench._timing import DTYPES
+
+    return Options(
+        quick=args.quick,
+        batches=_list(args.batch, "batch", int),
+        heads=_list(args.heads, "heads", _heads),
+        dtypes=_list(args.state, "state", DTYPES.__getitem__),
+        peers=not args.no_peers,
+        compiled=not args.no_compile,
+        seed=args.seed,
+    )
+
+
+SHOWN = ("op", "heads", "batch", "tokens", "dtype", "state", "layout", "mode", "candidate")
+
+
+def row_text(row: dict, columns: tuple[str, ...]) -> list[str]:
+    cells = ["" if row.get(c) is None else str(row[c]) for c in columns]
+    if row["skipped"]:
+        return [*cells, "-", "-", "-", "-", "-", row["skipped"]]
+    return [
+        *cells,
+        f"{row['ms']:.4g}",
+        f"{row['floor_ms']:.4g}",
+        f"{row['ratio']:.2f}x",
+        f"{row['spread'] * 100:.0f}%",
+        "-" if row["error"] is None else f"{row['error']:.2g}",
+        row["note"],
+    ]
+
+
+def show(out: Output, title: str, rows: list[dict]) -> None:
+    columns = tuple(c for c in SHOWN if any(r.get(c) not in (None, "") for r in rows))
+    names = [*columns, "ms", "floor ms", "ratio", "spread", "error/tol", "note"]
+    if not any(r["note"] or r["skipped"] for r in rows):
+        out.table(title, names[:-1], [row_text(r, columns)[:-1] for r in rows])
+    else:
+        out.table(title, names, [row_text(r, columns) for r in rows])
+
+
+def run(args: argparse.Namespace, out: Output) -> tuple[int, dict]:
+    from gdn_ops import bench
+
+    if args.list:
+        titles = {name: _title(bench.family(name)) for name in bench.families()}
+        out.table("benchmark families", ["family", "what"], [[n, t] for n, t in titles.items()])
+        return 0, {"families": titles}
+    try:
+        modules = [bench.family(name) for name in args.families or bench.families()]
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    options = options_from(args)
+    if args.plot:
+        from gdn_ops.cli import _plot
+
+        _plot.require()
+    machine = bench.machine()
+    out.console.print(", ".join(f"{k}: {v}" for k, v in machine.items()), markup=False)
+    rows: list[dict] = []
+    counts: list[dict] = []
+    for module in modules:
+        if not hasattr(module, "run"):
+            counts += _counts(module, out)
+            continue
+        with out.progress(module.TITLE) as status:
+            options.status = status
+            options.emit = _line(out)
+            found = module.run(options)
+        show(out, module.TITLE, found)
+        rows += found
+    if args.plot:
+        _plot.scaling(rows, machine, args.plot)
+        out.console.print(f"wrote {args.plot}", markup=False)
+    refused = [r for r in rows if r["skipped"].startswith("not timed")]
+    if refused:
+        out.console.print(f"{len(refused)} candidates were out of tolerance and not timed")
+    return int(bool(refused)), {"machine": machine, "rows": rows, "counts": counts}
+
+
+def _title(module) -> str:
+    return getattr(module, "TITLE", module.__doc__.splitlines()[0])
+
+
+def _counts(module, out: Output) -> list[dict]:
+    """A family that counts instead of timing (an accelerator's host twin), where it was built."""
+    try:
+        found = module.records()
+    except (ImportError, RuntimeError) as error:
+        out.console.print(f"{_title(module)}\n  skipped: {error}", markup=False)
+        return []
+    columns = list(found[0])
+    cells = [
+        [f"{r[c]:.4g}" if isinstance(r[c], float) else str(r[c]) for c in columns] for r in found
+    ]
+    out.table(_title(module), columns, cells)
+    return found
+
+
+def _line(out: Output):
+    """Prints a row as soon as it is there, when nobody sees the spinner."""
+    from gdn_ops.bench._timing import label
+
+    def emit(row: dict) -> None:
+        if out.console.is_terminal:
+            return
+        text = row["skipped"] or f"{row['ms']:.4g} ms, {row['ratio']:.2f} times the floor"
+        out.console.print(f"{label(row)}: {row['candidate']}: {text}", markup=False)
+
+    return emit

@@ -1,0 +1,138 @@
+"""Compare every op with its float64 oracle on random calls, by dtype and precision mode.
+
+Each tensor that an op returns or writes is one comparison; a row shows the worst over the shapes:
+the largest absolute error, the relative error in the 2-norm, and the largest error over its
+tolerance (above 1.0 fails, and the status is 1). Calls include a padding row, a fresh row, and pool
+rows that no sequence names.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from torch import Tensor
+
+from gdn_ops.cli._output import Output, UsageError
+
+HELP = "every op against float64, errors by dtype and precision"
+
+# (H, HV, K, V): the model's heads in small, and sizes that leave tails in every vector width.
+SHAPES = ((2, 6, 128, 128), (3, 3, 100, 81))
+MODES = ("exact", "fast", "auto")
+# A mode other than exact may round a 16-bit state's products once more.
+FAST_FACTOR = 4.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from gdn_ops.cli._cases import CASES
+
+    parser.add_argument("ops", nargs="*", metavar="OP", help=f"default: all of {', '.join(CASES)}")
+    parser.add_argument("--dtype", help="activation dtypes, like f32,bf16 (default: all three)")
+    parser.add_argument("--state", help="state dtypes, like f32,bf16 (default: all three)")
+    parser.add_argument(
+        "--precision",
+        help="modes, like exact,fast (default: exact; all for 16-bit state)",
+    )
+    parser.add_argument("--seed", type=int, default=0)
+
+
+def _dtypes(text: str | None, what: str) -> list[str]:
+    from gdn_ops.bench._timing import DTYPES
+
+    names = text.split(",") if text else list(DTYPES)
+    unknown = [n for n in names if n not in DTYPES]
+    if unknown:
+        raise UsageError(f"--{what}: expected some of {', '.join(DTYPES)}, got {unknown[0]!r}")
+    return names
+
+
+def compare(got: Tensor, want: Tensor, rtol: float, atol: float) -> dict[str, float]:
+    """Errors of one tensor: largest, in the 2-norm, and the largest over its tolerance."""
+    from gdn_ops.bench._timing import scaled_error
+
+    difference = (got.double() - want).abs()
+    norm = float(want.norm())
+    return {
+        "max_abs": float(difference.max()) if difference.numel() else 0.0,
+        "rel_l2": float(difference.norm()) / norm if norm else float(difference.norm()),
+        "of_tolerance": scaled_error(got, want, rtol, atol),
+    }
+
+
+def _settings(args: argparse.Namespace, op: str):
+    """``(activation, state, modes)`` of the rows of one op."""
+    from gdn_ops.cli._cases import STATELESS
+
+    modes = args.precision.split(",") if args.precision else None
+    for mode in modes or ():
+        if mode not in MODES:
+            raise UsageError(f"--precision: expected some of {', '.join(MODES)}, got {mode!r}")
+    for activation in _dtypes(args.dtype, "dtype"):
+        if op in STATELESS:
+            yield activation, None, ("exact",)
+            continue
+        for state in _dtypes(args.state, "state"):
+            yield activation, state, modes or (("exact",) if state == "f32" else MODES)
+
+
+def _row(op: str, activation: str, state: str | None, mode: str, seed: int) -> list[dict]:
+    import gdn_ops
+    from gdn_ops.bench._timing import DTYPES, TOLERANCE
+    from gdn_ops.cli._cases import CASES, Setting
+
+    worst: dict[str, dict] = {}
+    before = gdn_ops.get_precision()
+    gdn_ops.set_precision(mode)
+    try:
+        for H, HV, K, V in SHAPES:
+            state_dtype = DTYPES[state or "f32"]
+            setting = Setting(H, HV, K, V, DTYPES[activation], state_dtype, seed)
+            for case in CASES[op]:
+                for what, got, want in case(setting):
+                    rtol, atol = TOLERANCE[got.dtype]
+                    factor = 1.0 if mode == "exact" or state == "f32" else FAST_FACTOR
+                    errors = compare(got, want, factor * rtol, factor * atol)
+                    kept = worst.setdefault(what, errors)
+                    worst[what] = {k: max(kept[k], errors[k]) for k in errors}
+    finally:
+        gdn_ops.set_precision(before)
+    common = {"op": op, "dtype": activation, "state": state, "precision": mode}
+    return [
+        {**common, "tensor": what, **errors, "ok": errors["of_tolerance"] <= 1}
+        for what, errors in worst.items()
+    ]
+
+
+def run(args: argparse.Namespace, out: Output) -> tuple[int, dict]:
+    from gdn_ops import bench
+    from gdn_ops.cli._cases import CASES
+
+    unknown = [op for op in args.ops if op not in CASES]
+    if unknown:
+        raise UsageError(f"no op {unknown[0]!r} to verify; there are: {', '.join(CASES)}")
+    rows: list[dict] = []
+    with out.progress("verify") as status, torch.no_grad():
+        for op in args.ops or CASES:
+            for activation, state, modes in _settings(args, op):
+                for mode in modes:
+                    status(f"{op} {activation} state {state or '-'} {mode}")
+                    rows += _row(op, activation, state, mode, args.seed)
+    machine = bench.machine()
+    out.table(
+        f"errors against float64, {machine['cpu']}, {machine['isa']}, torch {machine['torch']}",
+        ["op", "tensor", "dtype", "state", "precision", "max abs", "rel L2", "of tol.", "verdict"],
+        [
+            [
+                *(str(r[c] or "-") for c in ("op", "tensor", "dtype", "state", "precision")),
+                f"{r['max_abs']:.2e}",
+                f"{r['rel_l2']:.2e}",
+                f"{r['of_tolerance']:.2f}",
+                "ok" if r["ok"] else "OUT OF TOLERANCE",
+            ]
+            for r in rows
+        ],
+    )
+    failed = [r for r in rows if not r["ok"]]
+    out.console.print(f"{len(rows) - len(failed)} of {len(rows)} comparisons within tolerance")
+    return int(bool(failed)), {"machine": machine, "rows": rows}

@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# Check that our torch-facing sources are valid against the headers of another torch release, without
+# installing it: scripts/check_headers.sh [VERSION [PYTHON]]; VERSION defaults to 2.5.1, the oldest we
+# support. The smallest wheel of the release is fetched for its headers, which are the same on every
+# platform; only the syntax is checked, nothing is linked.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+version="${1:-2.5.1}"
+python="${2:-python3}"
+cache="build/headers/torch-$version"
+
+if [ ! -d "$cache/torch/include" ]; then
+  mkdir -p "$cache"
+  "$python" -m pip download --quiet "torch==$version" --no-deps --only-binary=:all: \
+    --platform macosx_11_0_arm64 --python-version 3.11 --dest "$cache"
+  "$python" - "$cache" <<'PY'
+import pathlib, sys, zipfile
+cache = pathlib.Path(sys.argv[1])
+(wheel,) = cache.glob("torch-*.whl")
+with zipfile.ZipFile(wheel) as z:
+    z.extractall(cache, [n for n in z.namelist() if n.startswith("torch/include/")])
+wheel.unlink()
+PY
+fi
+
+include="$cache/torch/include"
+status=0
+for source in csrc/*.cpp csrc/cpu/*.cpp csrc/xpu/ops.cpp; do
+  [ -e "$source" ] || continue
+  # The kernels of other instruction sets see no torch header.
+  if [[ "$source" == csrc/cpu/isa_* ]]; then continue; fi
+  if "${CXX:-c++}" -std=c++17 -fsyntax-only -fopenmp -Wno-psabi -isystem "$include" \
+    -isystem "$include/torch/csrc/api/include" "$source"; then
+    echo "ok: $source against torch $version"
+  else
+    echo "FAILED: $source against torch $version"
+    status=1
+  fi
+done
+exit "$status"

@@ -1,0 +1,68 @@
+"""Sample inputs and tolerances shared by every test: one place for what 'right' means."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+ACTIVATIONS = (torch.float32, torch.bfloat16, torch.float16)
+
+# Per element, relative to max(1, |expected|): one rounding to the dtype, plus f32 sums of up to 512
+# terms. Half a unit in the last place is 2^-8 for bfloat16 and 2^-11 for float16, of values near 1.
+TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 2**-8 * 1.01, torch.float16: 2**-11 * 1.02}
+
+
+def assert_close(name: str, got: Tensor, expected: Tensor, dtype=None, slack: float = 1.0) -> None:
+    """Every element within the tolerance of ``dtype`` (that of ``got`` if None)."""
+    assert got.shape == expected.shape, f"{name}: shape {tuple(got.shape)}, {tuple(expected.shape)}"
+    if got.numel() == 0:
+        return
+    limit = TOLERANCE[dtype or got.dtype] * slack
+    error = (got.double() - expected.double()).abs() / expected.double().abs().clamp(min=1.0)
+    worst = error.max().item()
+    assert worst <= limit, f"{name}: largest error {worst:.3e}, limit {limit:.3e}"
+
+
+def make_pool(P, HV, V, K, dtype=torch.float32, transposed=False, seed=0) -> Tensor:
+    """A pool of states with ``[P, HV, V, K]`` logical shape, in either layout."""
+    gen = torch.Generator().manual_seed(seed + 1)
+    if transposed:
+        return torch.randn(P, HV, K, V, generator=gen).to(dtype).transpose(2, 3)
+    return torch.randn(P, HV, V, K, generator=gen).to(dtype)
+
+
+def clone_pool(pool: Tensor) -> Tensor:
+    """A copy with the strides of ``pool``."""
+    copy = torch.empty_strided(pool.shape, pool.stride(), dtype=pool.dtype)
+    return copy.copy_(pool)
+
+
+def make_qkv(B, T, H, HV, K, V, dtype=torch.float32, seed=0, unit=True):
+    """``q, k, v, g, beta`` that resemble the model: unit keys, g < 0, 0 < beta < 1."""
+    gen = torch.Generator().manual_seed(seed)
+    q = torch.randn(B, T, H, K, generator=gen)
+    k = torch.randn(B, T, H, K, generator=gen)
+    if unit:
+        q, k = (x / x.norm(dim=-1, keepdim=True).clamp(min=1e-6) for x in (q, k))
+    v = torch.randn(B, T, HV, V, generator=gen)
+    g = -torch.rand(B, T, HV, generator=gen)
+    beta = torch.rand(B, T, HV, generator=gen)
+    return q.to(dtype), k.to(dtype), v.to(dtype), g, beta
+
+
+def make_layer(B, T, H, HV, K, V, W=4, dtype=torch.float32, seed=0) -> dict[str, Tensor]:
+    """Tensors of one layer between its projections, for ``conv_gating`` and ``decode``."""
+    gen = torch.Generator().manual_seed(seed)
+    C = 2 * H * K + HV * V
+
+    def randn(*shape):
+        return torch.randn(*shape, generator=gen)
+
+    return {
+        "projected": randn(B, T, C + HV * V + 2 * HV).to(dtype),
+        "conv_weight": (randn(C, W) / W**0.5).to(dtype),
+        "conv_bias": (0.1 * randn(C)).to(dtype),
+        "A_log": torch.rand(HV, generator=gen),
+        "dt_bias": randn(HV),
+        "norm_weight": (1 + 0.1 * randn(V)).to(dtype),
+    }

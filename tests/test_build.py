@@ -1,0 +1,144 @@
+"""What the build leaves behind: the library, its error messages, the archives."""
+
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+
+import gdn_ops
+from gdn_ops import _native
+
+PACKAGE = Path(gdn_ops.__file__).parent
+ROOT = Path(__file__).resolve().parent.parent
+LIBRARY = next(iter(sorted(PACKAGE.glob("_C*.so"))))
+
+
+def import_copy(tmp_path, change) -> str:
+    """Import a copy of the package that ``change`` damaged; returns what Python says."""
+    copy = tmp_path / "gdn_ops"
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    change(copy)
+    done = subprocess.run(
+        [sys.executable, "-c", "import gdn_ops"], cwd=tmp_path, capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)}, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode != 0
+    return done.stderr
+
+
+def test_missing_library_says_how_to_build(tmp_path):
+    text = import_copy(tmp_path, lambda p: [x.unlink() for x in p.glob("_C*.so")])
+    assert "ImportError: gdn_ops: the native library is missing" in text
+    assert _native.REBUILD in text
+
+
+def test_library_of_another_torch_names_both_versions(tmp_path):
+    def change(package: Path) -> None:
+        (package / "_build_info.py").write_text("TORCH_VERSION = '2.4.7'\nBACKENDS = ['cpu']\n")
+        next(iter(package.glob("_C*.so"))).write_bytes(b"not a library")
+
+    text = import_copy(tmp_path, change)
+    assert "built for torch 2.4.7" in text and f"torch {torch.__version__}" in text
+    assert _native.REBUILD in text
+
+
+def test_build_info_is_of_this_torch():
+    from gdn_ops import _build_info
+
+    assert torch.__version__ == _build_info.TORCH_VERSION
+    assert "cpu" in _build_info.BACKENDS
+
+
+def test_versions_agree():
+    text = (ROOT / "pyproject.toml").read_text()
+    declared = re.search(r'^version = "([^"]+)"', text, re.MULTILINE)[1]
+    assert gdn_ops.__version__ == declared
+    assert f"## {declared}" in (ROOT / "CHANGELOG.md").read_text()
+    # In a source tree that was built in place there is no metadata to compare.
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        assert metadata.version("gdn-ops") == declared
+
+
+def test_no_python_in_the_abi():
+    """One library serves every Python version: nothing in it may need Python's C API."""
+    data = LIBRARY.read_bytes()
+    assert not re.search(rb"\x00_?Py(Object|Err|GIL|Arg|Module|Type|Capsule|Import)_\w+\x00", data)
+
+
+def test_one_openmp_runtime():
+    torch.ones(1000, 1000).sum()
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        pytest.skip("no /proc/self/maps on this system")
+    found = {Path(x.split()[-1]).resolve() for x in maps.read_text().splitlines() if "/" in x}
+    runtimes = {p for p in found if re.match(r"lib(gomp|iomp5|omp)[.-]", p.name)}
+    assert len(runtimes) == 1, runtimes
+
+
+def thread_times() -> dict[str, int]:
+    """Processor ticks of each thread of this process."""
+    found = {}
+    for task in Path("/proc/self/task").iterdir():
+        fields = (task / "stat").read_text().rsplit(")", 1)[1].split()
+        found[task.name] = int(fields[11]) + int(fields[12])
+    return found
+
+
+def test_a_parallel_region_uses_more_than_one_thread():
+    """Without -fopenmp at::parallel_for runs serially and says so nowhere."""
+    if not Path("/proc/self/task").exists():
+        pytest.skip("no /proc/self/task on this system")
+    if torch.get_num_threads() < 2:
+        pytest.skip("torch has one thread here")
+    state = torch.zeros(16, 16, 128, 128)
+    q, g = torch.ones(16, 1, 16, 128), torch.zeros(16, 1, 16)
+    gdn_ops.recurrent(q, q, q, g, g, state)
+    before = thread_times()
+    for _ in range(200):
+        gdn_ops.recurrent(q, q, q, g, g, state)
+    worked = [t for t, ticks in thread_times().items() if ticks - before.get(t, 0) >= 5]
+    assert len(worked) >= 2, f"only threads {worked} worked"
+
+
+def test_forced_isa_fails_loudly():
+    for name, message in (("sse9", "expected one of"), ("", None)):
+        done = subprocess.run(
+            [sys.executable, "-c", "import gdn_ops, torch; print(torch.ops.gdn.cpu_isa())"],
+            capture_output=True, text=True, timeout=120, check=False,
+            env={**os.environ, "GDN_CPU_ISA": name, "PYTHONPATH": str(PACKAGE.parent)},
+        )  # fmt: skip
+        if message:
+            assert done.returncode != 0 and message in done.stderr and name in done.stderr
+        else:
+            assert done.returncode == 0, done.stderr
+
+
+def test_source_archive_is_complete(tmp_path):
+    """Every tracked file that a build or a test needs is in it, and nothing that was built."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout, so there is no list of files to compare with")
+    copy = tmp_path / "tree"
+    tracked = subprocess.run(
+        ["git", "-C", str(ROOT), "ls-files"], capture_output=True, text=True, check=True
+    ).stdout.split()
+    for name in tracked:
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, copy / name)
+    subprocess.run(
+        [sys.executable, "setup.py", "-q", "sdist"], cwd=copy, check=True, timeout=120,
+        capture_output=True,
+    )  # fmt: skip
+    (archive,) = (copy / "dist").glob("*.tar.gz")
+    with tarfile.open(archive) as tar:
+        names = {n.split("/", 1)[1] for n in tar.getnames() if "/" in n}
+    needed = {n for n in tracked if not n.startswith(".git")}
+    assert not needed - names
+    assert not [n for n in names if n.endswith((".so", ".o", ".pyc")) or "_build_info" in n]

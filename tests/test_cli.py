@@ -1,0 +1,220 @@
+"""The command line: what each command prints, writes and returns."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import gdn_ops
+from gdn_ops import bench
+from gdn_ops.bench import _timing
+
+pytest.importorskip("rich", reason="the command line needs rich")
+from gdn_ops.cli import COMMANDS, main
+
+
+def run_json(capsys, *args: str) -> tuple[int, dict]:
+    """A command with its JSON on stdout, and nothing but JSON there."""
+    code = main([*args, "--json", "-"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_python_m_and_json_alone_on_stdout():
+    done = subprocess.run(
+        [sys.executable, "-m", "gdn_ops", "verify", "gating", "--json"],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["command"] == "verify"
+    assert "within tolerance" in done.stderr
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_names_its_options(command, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main([command, "--help"])
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    assert "--json" in text and "--threads" in text
+
+
+def test_usage_errors_return_2(capsys):
+    assert main(["verify", "no_such_op"]) == 2
+    assert "there are: recurrent" in capsys.readouterr().out
+    assert main(["bench", "no_such_family"]) == 2
+    assert "recurrent" in capsys.readouterr().out
+    assert main(["bench", "recurrent", "--heads", "4/6"]) == 2
+    assert "multiple of key heads" in capsys.readouterr().out
+
+
+def test_doctor_reports_what_runs_here(capsys):
+    code, data = run_json(capsys, "doctor")
+    assert code == int(bool(data["problems"]))
+    native = data["native"]
+    assert native["cpu_isa"] == gdn_ops.backends()["cpu"]["active"]
+    assert native["cpu_isa"] in native["cpu_isas_usable"]
+    assert "scalar" in native["cpu_isas_usable"]
+    assert "CPU" in native["ops"]["recurrent"]
+    assert {p["name"] for p in data["packages"]} >= {"torch", "transformers"}
+    assert all(p["get"] for p in data["packages"] if not p["ok"])
+
+
+def test_doctor_names_the_isa_that_is_forced():
+    done = subprocess.run(
+        [sys.executable, "-m", "gdn_ops", "doctor", "--json", "-"],
+        capture_output=True, text=True, timeout=120, check=False,
+        env={**__import__("os").environ, "GDN_CPU_ISA": "scalar"},
+    )  # fmt: skip
+    data = json.loads(done.stdout)
+    assert data["native"]["cpu_isa"] == "scalar"
+    assert done.returncode == 1 and any("scalar" in p for p in data["problems"])
+
+
+def test_verify_passes_and_fails(capsys, monkeypatch, tmp_path):
+    args = ("verify", "gating", "recurrent", "--dtype", "f32", "--state", "f32,bf16")
+    code, data = run_json(capsys, *args)
+    assert code == 0
+    rows = data["rows"]
+    assert {r["op"] for r in rows} == {"gating", "recurrent"}
+    assert {r["precision"] for r in rows if r["state"] == "bf16"} == {"exact", "fast", "auto"}
+    assert all(r["of_tolerance"] <= 1 for r in rows)
+
+    right = gdn_ops.gating
+    monkeypatch.setattr(gdn_ops, "gating", lambda *a: tuple(t * 1.0001 for t in right(*a)))
+    path = tmp_path / "out.json"
+    assert main(["verify", "gating", "--dtype", "f32", "--json", str(path)]) == 1
+    assert "OUT OF TOLERANCE" in capsys.readouterr().out
+    assert not all(r["ok"] for r in json.loads(path.read_text())["rows"])
+
+
+def test_verify_restores_the_precision(capsys):
+    gdn_ops.set_precision("auto")
+    try:
+        main(["verify", "recurrent_gated", "--dtype", "f32", "--state", "f16"])
+        assert gdn_ops.get_precision() == "auto"
+    finally:
+        gdn_ops.set_precision("exact")
+
+
+def test_every_public_op_is_verified():
+    from gdn_ops.cli._cases import CASES
+
+    plain = {n for n in gdn_ops.__all__ if hasattr(torch.ops.gdn, n)}
+    assert plain - set(CASES) <= {"get_precision", "set_precision"}
+
+
+def test_bench_prints_time_floor_ratio_and_plots(capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "out.png"
+    code, data = run_json(
+        capsys, "bench", "recurrent", "--quick", "--heads", "2/6", "--batch", "1,2",
+        "--state", "f32", "--no-peers", "--plot", str(picture),
+    )  # fmt: skip
+    assert code == 0
+    rows = data["rows"]
+    assert {(r["batch"], r["layout"]) for r in rows} == {
+        (b, s) for b in (1, 2) for s in ("VK", "KV")
+    }
+    for row in rows:
+        assert row["ms"] > 0 and row["floor_ms"] > 0
+        assert row["ratio"] == pytest.approx(row["ms"] / row["floor_ms"])
+        assert row["error"] <= 1
+    assert data["machine"]["threads"] == torch.get_num_threads()
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_plot_without_two_batches_is_refused(capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    from gdn_ops.cli import _plot
+    from gdn_ops.cli._output import UsageError
+
+    with pytest.raises(UsageError, match="two batch sizes"):
+        _plot.scaling([], bench.machine(), str(tmp_path / "x.png"))
+
+
+def small_case(candidates, n=2):
+    pools = [torch.zeros(4096) for _ in range(n)]
+    case = {"family": "test", "op": "copy"}
+    return _timing.measure(case, candidates, pools, 2 * 4096 * 4, bench.Options(quick=True))
+
+
+def test_wrong_candidate_is_not_timed():
+    calls = []
+    wrong = bench.Candidate("wrong", calls.append, check=lambda: 3.0)
+    nan = bench.Candidate("nan", calls.append, check=lambda: float("nan"))
+    absent = bench.Candidate("absent", skipped="not installed")
+    right = bench.Candidate("right", lambda i: None, check=lambda: 0.5)
+    rows = {r["candidate"]: r for r in small_case([wrong, nan, absent, right])}
+    assert not calls
+    assert rows["wrong"]["ms"] is None and "3 times the tolerance" in rows["wrong"]["skipped"]
+    assert rows["nan"]["ms"] is None and rows["nan"]["skipped"].startswith("not timed")
+    assert rows["absent"]["skipped"] == "not installed" and rows["absent"]["ratio"] is None
+    assert rows["right"]["ms"] > 0 and not rows["right"]["skipped"]
+
+
+def test_candidates_share_one_walk():
+    """No candidate may find its buffer warm from the one timed before it."""
+    seen = []
+    candidates = [bench.Candidate(name, seen.append) for name in ("a", "b")]
+    small_case(candidates, n=7)
+    # The sweep takes its turns in the same walk, so steps differ; but neither stays in one place.
+    assert set(seen) == set(range(7))
+
+
+def test_sweep_leaves_the_pool_as_it_was():
+    for dtype in _timing.DTYPES.values():
+        pool = torch.randn(3, 1000).to(dtype)
+        before = pool.clone()
+        for sweep in _timing.sweeps([pool]):
+            sweep.call(0)
+        assert torch.equal(pool, before)
+
+
+def test_scaled_error():
+    want = torch.tensor([1.0, -2.0], dtype=torch.float64)
+    assert _timing.scaled_error(want.float(), want, 1e-6, 1e-6) == 0
+    assert _timing.scaled_error(torch.tensor([1.0, float("nan")]), want, 1, 1) == float("inf")
+    tiny = want * 1e-6
+    assert _timing.scaled_error((tiny * 1.01).float(), tiny, 1e-3, 1e-3) > 1
+    assert _timing.scaled_error(torch.empty(0), torch.empty(0, dtype=torch.float64), 1, 1) == 0
+
+
+def test_families_are_found_by_name():
+    names = bench.families()
+    assert {"recurrent", "layer"} <= set(names)
+    for name in names:
+        module = bench.family(name)
+        assert callable(getattr(module, "run", None) or module.records)
+
+
+@pytest.mark.parametrize("peer", ["einsum", "transformers", "onnxruntime"])
+def test_peers_agree_with_the_oracle(peer):
+    """A peer that computes something else would make its time worthless."""
+    from gdn_ops.bench import recurrent
+
+    inputs = recurrent.Inputs(3, 2, 6, torch.bfloat16, 0)
+    pools = [recurrent.fill_pool((3, 6, 128, 128), torch.float32, 0)]
+    candidate = {
+        "einsum": recurrent.einsum,
+        "transformers": lambda *a: recurrent.transformers_peer(*a, compiled=False),
+        "onnxruntime": recurrent.onnxruntime_peer,
+    }[peer](inputs, pools)
+    if candidate.skipped:
+        pytest.skip(candidate.skipped)
+    assert candidate.check() <= 1
+
+
+def test_demo_tokens_are_equal(capsys):
+    pytest.importorskip("transformers")
+    code, data = run_json(capsys, "demo", "--no-compile", "--tokens", "12", "--hidden", "64")
+    assert code == 0 and data["verdict"] is True
+    assert {r["candidate"] for r in data["generation"]} == {"transformers", "gdn_ops"}
+    assert all(v.startswith("gdn_ops") for v in data["active"].values())
+    stages = [r["stage"] for r in data["layer"]["eager"]]
+    assert stages[:6] == [
+        "input projection", "conv", "gating", "recurrence", "norm", "output projection",
+    ]  # fmt: skip
+    for row in data["layer"]["eager"][:6]:
+        assert row["transformers"] > 0 and row["gdn_ops"] > 0

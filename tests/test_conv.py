@@ -1,0 +1,165 @@
+"""``short_conv``, ``conv1d`` and ``conv_gating`` against the float64 oracle."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from common import ACTIVATIONS, assert_close, make_layer
+
+import gdn_ops
+from gdn_ops import reference
+
+
+def conv_pool(P, C, L, dtype=torch.float32, layout="rows", seed=3):
+    gen = torch.Generator().manual_seed(seed)
+    if layout == "rows":
+        return torch.randn(P, C, L, generator=gen).to(dtype)
+    return torch.randn(P, L, C, generator=gen).to(dtype).transpose(1, 2)
+
+
+def clone(pool):
+    return torch.empty_strided(pool.shape, pool.stride(), dtype=pool.dtype).copy_(pool)
+
+
+@pytest.mark.parametrize("layout", ["rows", "columns"])
+@pytest.mark.parametrize("W, L", [(4, 3), (4, 4), (4, 7), (4, 20), (2, 1), (1, 0), (1, 2), (8, 7), (3, 4)])
+@pytest.mark.parametrize("T", [1, 2, 5, 40])
+def test_trailing(T, W, L, layout):
+    for C, bias, activation in ((5, True, "silu"), (130, False, "none"), (600, True, "silu")):
+        x, weight = torch.randn(3, T, C), torch.randn(C, W)
+        b = torch.randn(C) if bias else None
+        pool = conv_pool(5, C, L, layout=layout)
+        before = clone(pool)
+        idx = torch.tensor([4, -1, 2], dtype=torch.int32)
+        has = torch.tensor([True, True, False])
+        kw = dict(state_indices=idx, has_initial_state=has, activation=activation)
+        y_ref, pool_ref = reference.short_conv(x, weight, b, pool, **kw)
+        y = gdn_ops.short_conv(x, weight, b, pool, **kw)
+        assert_close("y", y, y_ref, slack=4)
+        assert torch.equal(y[1], torch.zeros_like(y[1]))
+        assert torch.equal(pool.double(), pool_ref)  # states are copies: exact
+        assert torch.equal(pool[[0, 1, 3]], before[[0, 1, 3]])
+
+
+@pytest.mark.parametrize("act, state", list(itertools.product(ACTIVATIONS, ACTIVATIONS)))
+@pytest.mark.parametrize("layout", ["rows", "columns"])
+def test_dtypes(act, state, layout):
+    for C in (64, 77):
+        x, weight = torch.randn(2, 3, C).to(act), torch.randn(C, 4).to(act)
+        pool = conv_pool(2, C, 4, state, layout)
+        y_ref, pool_ref = reference.short_conv(x, weight, None, pool)
+        y = gdn_ops.short_conv(x, weight, None, pool)
+        assert_close("y", y, y_ref, act)
+        assert_close("state", pool, pool_ref, state)
+
+
+@pytest.mark.parametrize("layout", ["rows", "columns"])
+@pytest.mark.parametrize("accepted", [1, 2, 3])
+def test_leading_speculative(accepted, layout):
+    C, T, W = 19, 3, 4
+    pool = conv_pool(4, C, W - 1 + T - 1, layout=layout)
+    x, weight = torch.randn(2, T, C), torch.randn(C, W)
+    kw = dict(
+        state_indices=torch.tensor([2, 0]),
+        num_accepted=torch.tensor([accepted, 0]),
+        conv_leading=True,
+    )
+    y_ref, pool_ref = reference.short_conv(x, weight, None, pool, **kw)
+    y = gdn_ops.short_conv(x, weight, None, pool, **kw)
+    assert_close("y", y, y_ref, slack=4)
+    assert torch.equal(pool.double(), pool_ref)
+
+
+def test_leading_plain_keeps_the_tail():
+    pool = conv_pool(2, 6, 5)
+    before = pool.clone()
+    x, weight = torch.randn(2, 2, 6), torch.randn(6, 4)
+    y_ref, pool_ref = reference.short_conv(x, weight, None, pool, conv_leading=True)
+    y = gdn_ops.short_conv(x, weight, None, pool, conv_leading=True)
+    assert_close("y", y, y_ref, slack=4)
+    assert torch.equal(pool.double(), pool_ref) and torch.equal(pool[..., 3:], before[..., 3:])
+
+
+def test_packed():
+    lengths, C = [0, 5, 1, 0, 33], 24
+    cu = torch.tensor([0, *itertools.accumulate(lengths)])
+    x, weight = torch.randn(1, sum(lengths), C), torch.randn(C, 4)
+    pool = conv_pool(5, C, 3)
+    y_ref, pool_ref = reference.short_conv(x, weight, None, pool, cu_seqlens=cu)
+    y = gdn_ops.short_conv(x, weight, None, pool, cu_seqlens=cu)
+    assert_close("y", y, y_ref, slack=4)
+    assert torch.equal(pool.double(), pool_ref)
+
+
+def test_strided_input_and_threads():
+    wide = torch.randn(40, 2, 700)
+    x = wide[..., 13:613]
+    odd = wide[..., ::2][..., :300]
+    weight = torch.randn(600, 4)
+    results = []
+    threads = torch.get_num_threads()
+    try:
+        for n in (1, 2, 5):
+            torch.set_num_threads(n)
+            pool = conv_pool(40, 600, 4)
+            results.append((gdn_ops.short_conv(x, weight, None, pool), pool))
+    finally:
+        torch.set_num_threads(threads)
+    pool = conv_pool(40, 600, 4)
+    y = gdn_ops.short_conv(x.contiguous(), weight, None, pool)
+    for other_y, other_pool in results:
+        assert torch.equal(y, other_y) and torch.equal(pool, other_pool)
+    a, b = conv_pool(40, 300, 3), conv_pool(40, 300, 3)
+    assert torch.equal(
+        gdn_ops.short_conv(odd, weight[:300], None, a),
+        gdn_ops.short_conv(odd.contiguous(), weight[:300], None, b),
+    )
+
+
+@pytest.mark.parametrize("T", [1, 2, 7])
+def test_conv1d_equals_torch(T):
+    x, weight, bias = torch.randn(2, T, 10), torch.randn(10, 4), torch.randn(10)
+    y, final = gdn_ops.conv1d(x, weight, bias, activation="none")
+    expected = F.conv1d(x.transpose(1, 2).double(), weight[:, None].double(), bias.double(),
+                        padding=3, groups=10)[..., :T].transpose(1, 2)  # fmt: skip
+    assert_close("y", y, expected, slack=4)
+    _, final_ref = reference.conv1d(x, weight, bias, activation="none")
+    assert torch.equal(final.double(), final_ref)
+
+
+@pytest.mark.parametrize("T, l2norm, act", list(itertools.product((1, 20), (False, True), ACTIVATIONS)))
+def test_conv_gating(T, l2norm, act):
+    H, HV, K, V = 2, 6, 40, 24
+    layer = make_layer(3, T, H, HV, K, V, dtype=act)
+    C = 2 * H * K + HV * V
+    mixed, _, b, a = layer["projected"].split([C, HV * V, HV, HV], dim=-1)
+    pool = conv_pool(4, C, 4, act)
+    args = (mixed, a, b, layer["conv_weight"], layer["conv_bias"], layer["A_log"], layer["dt_bias"])
+    kw = dict(state_indices=torch.tensor([3, -1, 0]), qk_l2norm=l2norm)
+    *expected, pool_ref = reference.conv_gating(*args, pool, H, K, **kw)
+    got = gdn_ops.conv_gating(*args, pool, H, K, **kw)
+    for name, x, ref in zip("qkvgb", got, expected, strict=True):
+        assert_close(name, x, ref, slack=2)
+    assert torch.equal(pool.double(), pool_ref)
+
+
+def test_raises_before_writing():
+    x, weight = torch.randn(2, 3, 8), torch.randn(8, 4)
+    cases = [
+        (dict(activation="gelu"), "activation.*'silu' or 'none', got 'gelu'"),
+        (dict(state_indices=torch.tensor([0, 7])), "below P = 2"),
+        (dict(num_accepted=torch.tensor([1, 1])), "conv_leading"),
+        (dict(num_accepted=torch.tensor([1, 1]), conv_leading=True), "L >= W - 1 \\+ T - 1 = 5"),
+    ]
+    for kw, message in cases:
+        pool = conv_pool(2, 8, 4)
+        with pytest.raises(RuntimeError, match=message):
+            gdn_ops.short_conv(x, weight, None, pool, **kw)
+        assert torch.equal(pool, conv_pool(2, 8, 4))
+    with pytest.raises(RuntimeError, match="L >= W - 1 = 3"):
+        gdn_ops.short_conv(x, weight, None, conv_pool(2, 8, 2))
+    with pytest.raises(RuntimeError, match="W <= 8"):
+        gdn_ops.short_conv(x, torch.randn(8, 9), None, conv_pool(2, 8, 9))
