@@ -148,7 +148,7 @@ def test_bfloat16_model(storage_pair):
 
 @pytest.mark.parametrize("lengths", SPLITS_OF_65, ids=lambda s: "+".join(map(str, s[:4])))
 def test_split_anywhere(storage_pair, lengths):
-    """However 65 tokens are split, no farther from float64 than the unpatched layer in one piece."""
+    """However 65 tokens are split: as near to float64 as the unpatched layer in one piece."""
     plain, patched = storage_pair
     exact = copy.deepcopy(first_layer(plain)).double()
     x = hidden(2, 65)
