@@ -1,8 +1,8 @@
 """Build of the native library; everything else about the package is in pyproject.toml.
 
 ``GDN_BACKEND`` picks the accelerator beside the CPU backend: ``none``, ``cuda``, ``xpu`` (with
-``XPU_TOOLKIT``), ``xpu-twin``; unset means CUDA where this torch has it and nvcc is found. A backend
-that was asked for and cannot be built is an error.
+``XPU_TOOLKIT``), ``xpu-twin``; unset means CUDA where this torch has it and nvcc is found. A
+backend that was asked for and cannot be built is an error.
 """
 
 from __future__ import annotations

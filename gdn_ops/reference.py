@@ -1,9 +1,9 @@
-"""Readable oracles for every op: sequential, slow, and the truth that tests and benchmarks compare with.
+"""Readable oracles for every op: sequential, slow, the truth of the tests and benchmarks.
 
-Each function takes the arguments of the op of the same name and computes in ``dtype`` (float64 unless
-told otherwise), token by token, straight from the formulas. Inputs are never modified: an op that
-writes a pool has an oracle that *returns* the new pool, with the rounding of the pool's dtype left
-out, so that a test can see how far a kernel's single rounding is from the exact value.
+Each function takes the arguments of the op of the same name and computes in ``dtype`` (float64
+unless told otherwise), token by token, straight from the formulas. Inputs are never modified: an op
+that writes a pool has an oracle that *returns* the new pool, with the rounding of the pool's dtype
+left out, so that a test can see how far a kernel's single rounding is from the exact value.
 
 Source of the recurrence: Yang, Kautz, Hatamizadeh, "Gated Delta Networks" (ICLR 2025); conventions
 (gate, l2norm epsilon, order of decay and error) follow the Qwen3-Next model code of transformers.
@@ -267,12 +267,17 @@ def conv_gating(
 
 
 def gated_rms_norm(
-    x: Tensor, gate: Tensor, weight: Tensor, eps: float = 1e-6, *, dtype: torch.dtype = torch.float64
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    eps: float = 1e-6,
+    *,
+    dtype: torch.dtype = torch.float64,
 ) -> Tensor:
     """``weight * rmsnorm(x) * silu(gate)`` over the last dimension, rounded where the model rounds.
 
     The model casts ``rmsnorm(x)`` back to the activation dtype, multiplies by the weight in the
-    promoted dtype of the two, and only then by ``silu(gate)``. Those two roundings are repeated here.
+    promoted dtype of the two, and only then by ``silu(gate)``. Both roundings are repeated here.
     """
     xd = x.to(dtype)
     normed = xd * torch.rsqrt((xd * xd).mean(-1, keepdim=True) + eps)
