@@ -728,6 +728,26 @@ void check_values(const char* op, const Sequences& s, int64_t most_tokens) {
   }
 }
 
+void check_window_values(const char* op, const RecurrentArgs& a, int64_t most_tokens) {
+  const Window& w = a.window;
+  Sequences rows = a.seqs;
+  rows.num_accepted = {};  // counts tokens of the call before, not columns of this one
+  check_values(op, rows, most_tokens);
+  for (int64_t n = 0; n < a.seqs.N; ++n) {
+    const Sequence seq = sequence_of(a.seqs, n, 0);
+    if (seq.row < 0 || seq.fresh) continue;
+    const int32_t packed = w.fill[seq.row * w.s_fill];
+    const WindowCounts c = unpack_fill(packed);
+    TORCH_CHECK(packed >= 0 && packed < 1 << 24 && c.fill <= w.R && (c.head == 0 || c.head < w.R) &&
+                    (c.head == 0 || !a.state.ptr),
+                op, ": win_fill: expected counts that a window of R = ", w.R, " can hold, got ", packed,
+                " in row ", seq.row);
+    TORCH_CHECK(!a.seqs.num_accepted.ptr || c.fill == 0 || seq.accepted <= c.drafts + 1, op,
+                ": num_accepted: expected at most the ", c.drafts + 1,
+                " tokens of the call before, got ", seq.accepted, " for sequence ", n);
+  }
+}
+
 void check_conv_values(const char* op, const ConvArgs& c) {
   for (int64_t n = 0; n < c.seqs.N; ++n) {
     const Sequence seq = sequence_of(c.seqs, n, 0);

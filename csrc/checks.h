@@ -92,6 +92,10 @@ DecodeArgs decode_args(const char* op, const DecodeTensors& t, int64_t num_k_hea
 // sequence brings more than `most_tokens`.
 void check_values(const char* op, const Sequences& s, int64_t most_tokens = INT64_MAX);
 
+// The same for sequences that own a window: counts that a window can hold, and no more accepted than
+// the last call brought.
+void check_window_values(const char* op, const RecurrentArgs& a, int64_t most_tokens = INT64_MAX);
+
 // The same for a conv pool: its rows exist, and a speculative call's columns fit.
 void check_conv_values(const char* op, const ConvArgs& c);
 

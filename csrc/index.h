@@ -50,4 +50,21 @@ GDN_HD Sequence sequence_of(const Sequences& s, int64_t n, int64_t row_column = 
   return q;
 }
 
+// win_fill unpacked (docs/windows.md): live entries, tokens of the last call beyond the first, and the
+// slot of the oldest entry.
+struct WindowCounts {
+  int32_t fill, drafts, head;
+};
+GDN_HD WindowCounts unpack_fill(int32_t x) { return {x & 255, (x >> 8) & 255, (x >> 16) & 255}; }
+GDN_HD int32_t pack_fill(WindowCounts c) { return c.fill | c.drafts << 8 | c.head << 16; }
+
+// The entries that stay when the last call's tokens after the first `accepted` were rejected
+// (`accepted` below 1: none were).
+GDN_HD WindowCounts kept_entries(int32_t packed, int64_t accepted) {
+  WindowCounts c = unpack_fill(packed);
+  const int64_t rejected = accepted < 1 ? 0 : c.drafts + 1 - accepted;
+  if (rejected > 0) c.fill -= static_cast<int32_t>(rejected < c.fill ? rejected : c.fill);
+  return c;
+}
+
 }  // namespace gdn

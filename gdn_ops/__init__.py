@@ -10,6 +10,14 @@ from gdn_ops.ops.decode import decode  # noqa: E402
 from gdn_ops.ops.gates import gating  # noqa: E402
 from gdn_ops.ops.norm import gated_rms_norm  # noqa: E402
 from gdn_ops.ops.recurrent import recurrent, recurrent_gated  # noqa: E402
+from gdn_ops.ops.windows import (  # noqa: E402
+    decode_buffered,
+    decode_lowrank,
+    recurrent_buffered,
+    recurrent_lowrank,
+    window_flush,
+    window_reset,
+)
 
 __version__ = "0.1.0"
 
@@ -30,11 +38,17 @@ __all__ = [
     "conv1d",
     "conv_gating",
     "decode",
+    "decode_buffered",
+    "decode_lowrank",
     "gated_rms_norm",
     "gating",
     "get_precision",
     "recurrent",
+    "recurrent_buffered",
     "recurrent_gated",
+    "recurrent_lowrank",
     "set_precision",
     "short_conv",
+    "window_flush",
+    "window_reset",
 ]

@@ -18,13 +18,19 @@ __all__ = [
     "conv1d",
     "conv_gating",
     "decode",
+    "decode_buffered",
+    "decode_lowrank",
     "gated_rms_norm",
     "gating",
     "l2norm",
     "recurrent",
+    "recurrent_buffered",
     "recurrent_gated",
+    "recurrent_lowrank",
     "sequence_slices",
     "short_conv",
+    "window_flush",
+    "window_reset",
 ]
 
 L2_EPS = 1e-6
@@ -331,3 +337,244 @@ def decode(
     )  # fmt: skip
     y = gated_rms_norm(o, z.unflatten(-1, (HV, V)), norm_weight, eps, dtype=dtype)
     return y.flatten(-2), conv_pool, pool
+
+
+class _WindowRow:
+    """One row of a pool of windows as a list of entries ``(k [HV, K], u [HV, V], g [HV])``."""
+
+    def __init__(self, window: tuple[Tensor, ...], row: int, dtype: torch.dtype) -> None:
+        self.k, self.u, self.g, self.fill = window
+        self.row, self.R = row, self.k.shape[2]
+        packed = int(self.fill[row])
+        self.drafts, self.head = packed >> 8 & 255, packed >> 16 & 255
+        self.ratio = self.u.shape[1] // self.k.shape[1]
+        self.entries = []
+        for i in range(packed & 255):
+            slot = (self.head + i) % self.R
+            key = self.k[row, :, slot].to(dtype).repeat_interleave(self.ratio, dim=0)
+            self.entries.append((key, self.u[row, :, slot].to(dtype), self.g[row, :, slot].to(dtype)))
+
+    def state(self, base: Tensor) -> Tensor:
+        """The state that the entries make of ``base [HV, V, K]``."""
+        S = base
+        for key, u, g in self.entries:
+            S = torch.where(g.exp()[:, None, None] == 0, 0, g.exp()[:, None, None] * S)
+            S = S + u[:, :, None] * key[:, None, :]
+        return S
+
+    def append(self, key: Tensor, u: Tensor, g: Tensor) -> None:
+        if len(self.entries) == self.R:
+            self.entries.pop(0)
+            self.head = (self.head + 1) % self.R
+        self.entries.append((key, u, g))
+
+    def store(self, window: tuple[Tensor, ...], drafts: int) -> None:
+        for i, (key, u, g) in enumerate(self.entries):
+            slot = (self.head + i) % self.R
+            window[0][self.row, :, slot] = key[:: self.ratio]
+            window[1][self.row, :, slot] = u
+            window[2][self.row, :, slot] = g
+        window[3][self.row] = len(self.entries) | drafts << 8 | self.head << 16
+
+
+def _window_recurrence(
+    q, k, v, g, beta, state, window, state_indices, has_initial_state, cu_seqlens, num_accepted,
+    scale, qk_l2norm, dtype,
+):  # fmt: skip
+    B, T, H, K = q.shape
+    HV, V = v.shape[2:]
+    scale = K**-0.5 if scale is None else scale
+    qd, kd, vd, gd, bd = (x.to(dtype) for x in (q, k, v, g, beta))
+    if qk_l2norm:
+        qd, kd = l2norm(qd), l2norm(kd)
+    qd, kd = (x.repeat_interleave(HV // H, dim=2) for x in (qd, kd))
+    pool = None if state is None else state.to(dtype).clone()
+    new = (*(x.to(dtype).clone() for x in window[:3]), window[3].clone())
+    out = torch.zeros(B, T, HV, V, dtype=dtype)
+    for n, (b, start, end) in enumerate(sequence_slices(B, T, cu_seqlens)):
+        accepted = 1 if num_accepted is None else int(num_accepted[n])
+        row = _row(state_indices, n)
+        if accepted < 1 or row < 0 or end == start:
+            continue
+        pending = _WindowRow(window, row, dtype)
+        base = torch.zeros(HV, V, K, dtype=dtype)
+        fresh = has_initial_state is not None and not bool(has_initial_state[n])
+        if fresh:
+            pending.entries, pending.head = [], 0
+        elif num_accepted is not None:
+            rejected = max(0, pending.drafts + 1 - accepted)
+            pending.entries = pending.entries[: max(0, len(pending.entries) - rejected)]
+        if state is not None and not fresh:
+            base = pool[row]
+            if pending.entries and len(pending.entries) + end - start > pending.R:
+                pool[row] = base = pending.state(base)
+                pending.entries = []
+        for t in range(start, end):
+            decay = gd[b, t].exp()[:, None, None]
+            S = torch.where(decay == 0, 0, decay * pending.state(base))
+            u = bd[b, t][:, None] * (vd[b, t] - torch.einsum("hvk,hk->hv", S, kd[b, t]))
+            S = S + u[:, :, None] * kd[b, t][:, None, :]
+            out[b, t] = scale * torch.einsum("hvk,hk->hv", S, qd[b, t])
+            clears_base = state is not None and fresh and t == start
+            kept = torch.full_like(gd[b, t], -torch.inf) if clears_base else gd[b, t]
+            pending.append(kd[b, t], u, kept)
+        pending.store(new, min(end - start, 256) - 1)
+    return out, pool, new
+
+
+def recurrent_buffered(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    win_k: Tensor,
+    win_u: Tensor,
+    win_g: Tensor,
+    win_fill: Tensor,
+    state_indices: Tensor | None = None,
+    has_initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    num_accepted: Tensor | None = None,
+    scale: float | None = None,
+    qk_l2norm: bool = False,
+    *,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """The full state is rebuilt from base and window before every token.
+
+    Returns ``(o, new state pool, new window)``.
+    """
+    return _window_recurrence(
+        q, k, v, g, beta, state, (win_k, win_u, win_g, win_fill), state_indices, has_initial_state,
+        cu_seqlens, num_accepted, scale, qk_l2norm, dtype,
+    )  # fmt: skip
+
+
+def recurrent_lowrank(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    win_k: Tensor,
+    win_u: Tensor,
+    win_g: Tensor,
+    win_fill: Tensor,
+    state_indices: Tensor | None = None,
+    has_initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    num_accepted: Tensor | None = None,
+    scale: float | None = None,
+    qk_l2norm: bool = False,
+    *,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """The state before each token is what the last R updates make of zero.
+
+    Returns ``(o, new window)``.
+    """
+    o, _, window = _window_recurrence(
+        q, k, v, g, beta, None, (win_k, win_u, win_g, win_fill), state_indices, has_initial_state,
+        cu_seqlens, num_accepted, scale, qk_l2norm, dtype,
+    )  # fmt: skip
+    return o, window
+
+
+def window_flush(
+    state: Tensor,
+    win_k: Tensor,
+    win_u: Tensor,
+    win_g: Tensor,
+    win_fill: Tensor,
+    state_indices: Tensor | None = None,
+    *,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[Tensor, Tensor]:
+    """Folds the windows of the named rows. Returns ``(new state pool, new win_fill)``."""
+    pool, fill = state.to(dtype).clone(), win_fill.clone()
+    rows = range(len(fill)) if state_indices is None else state_indices.tolist()
+    for row in rows:
+        if row >= 0:
+            pool[row] = _WindowRow((win_k, win_u, win_g, win_fill), row, dtype).state(pool[row])
+            fill[row] = 0
+    return pool, fill
+
+
+def window_reset(win_fill: Tensor, state_indices: Tensor | None = None) -> Tensor:
+    """Returns win_fill with the named rows emptied."""
+    fill = win_fill.clone()
+    for row in range(len(fill)) if state_indices is None else state_indices.tolist():
+        if row >= 0:
+            fill[row] = 0
+    return fill
+
+
+def _decode_window(projected, conv_weight, conv_bias, A_log, dt_bias, norm_weight, conv_state, state,
+                   window, num_k_heads, head_k_dim, state_indices=None, has_initial_state=None,
+                   cu_seqlens=None, num_accepted=None, scale=None, qk_l2norm=True, eps=1e-6,
+                   activation="silu", conv_leading=False, dtype=torch.float64):  # fmt: skip
+    HV, V = window[1].shape[1], window[1].shape[3]
+    C = 2 * num_k_heads * head_k_dim + HV * V
+    mixed, z, b, a = projected.split([C, HV * V, HV, HV], dim=-1)
+    rows = state_indices
+    if state_indices is not None and state_indices.dim() == 2:
+        rows = state_indices[:, 0]
+    q, k, v, g, beta, conv_pool = conv_gating(
+        mixed, a, b, conv_weight, conv_bias, A_log, dt_bias, conv_state, num_k_heads, head_k_dim,
+        rows, has_initial_state, cu_seqlens, num_accepted, qk_l2norm, activation, conv_leading,
+        dtype=dtype,
+    )  # fmt: skip
+    o, pool, new = _window_recurrence(
+        q, k, v, g, beta, state, window, rows, has_initial_state, cu_seqlens, num_accepted, scale,
+        False, dtype,
+    )  # fmt: skip
+    y = gated_rms_norm(o, z.unflatten(-1, (HV, V)), norm_weight, eps, dtype=dtype)
+    return y.flatten(-2), conv_pool, pool, new
+
+
+def decode_buffered(
+    projected: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor | None,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    norm_weight: Tensor,
+    conv_state: Tensor,
+    state: Tensor,
+    win_k: Tensor,
+    win_u: Tensor,
+    win_g: Tensor,
+    win_fill: Tensor,
+    *args,
+    **kwargs,
+) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """:func:`decode` on base and window. Returns ``(y, conv pool, state pool, window)``."""
+    return _decode_window(
+        projected, conv_weight, conv_bias, A_log, dt_bias, norm_weight, conv_state, state,
+        (win_k, win_u, win_g, win_fill), *args, **kwargs,
+    )  # fmt: skip
+
+
+def decode_lowrank(
+    projected: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor | None,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    norm_weight: Tensor,
+    conv_state: Tensor,
+    win_k: Tensor,
+    win_u: Tensor,
+    win_g: Tensor,
+    win_fill: Tensor,
+    *args,
+    **kwargs,
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """:func:`decode` on the last R updates. Returns ``(y, conv pool, window)``."""
+    y, conv_pool, _, window = _decode_window(
+        projected, conv_weight, conv_bias, A_log, dt_bias, norm_weight, conv_state, None,
+        (win_k, win_u, win_g, win_fill), *args, **kwargs,
+    )  # fmt: skip
+    return y, conv_pool, window

@@ -1,4 +1,4 @@
-"""torch.compile: no graph break, no copy of a pool, equal outputs and states, one GEMM in, one out."""
+"""torch.compile: no graph break, no copy of a pool, results of eager, two GEMMs a layer."""
 
 from __future__ import annotations
 
@@ -242,7 +242,7 @@ def test_mutating_op(name):
 
 
 def test_the_guard_sees_a_copy():
-    """A state read before the op and used after it is the known bad case: the guard must catch it."""
+    """State read before the op and used after it is copied, and the guard must say so."""
 
     def bad(pools, q, k, v, g, beta, index):
         before = pools["state"].sum()

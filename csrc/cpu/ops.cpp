@@ -4,6 +4,7 @@
 #include <torch/library.h>
 
 #include "../checks.h"
+#include "../index.h"
 #include "table.h"
 
 namespace gdn::cpu {
@@ -164,6 +165,112 @@ void sweep(Tensor& x) {
   kernels().sweep(static_cast<char*>(x.data_ptr()), bytes, zero, threads());
 }
 
+Tensor run_window(const char* op, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g,
+                  const Tensor& beta, const Tensor* state, const WindowTensors& window,
+                  const SeqTensors& seq, std::optional<double> scale, bool qk_l2norm) {
+  refuse_grad(op, {&window.k, &window.u, &window.g});
+  RecurrentArgs a = recurrent_args(op, q, k, v, {g, beta}, state, &window, seq, scale, qk_l2norm);
+  check_window_values(op, a, state ? a.window.R : INT64_MAX);
+  Tensor out = new_output(v, v.sizes());
+  a.out = view_of(out, a.V);
+  kernels().recurrent_window(a, threads());
+  return out;
+}
+
+Tensor recurrent_buffered(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g,
+                          const Tensor& beta, Tensor& state, Tensor& win_k, Tensor& win_u,
+                          Tensor& win_g, Tensor& win_fill, const OptTensor& state_indices,
+                          const OptTensor& has_initial_state, const OptTensor& cu_seqlens,
+                          const OptTensor& num_accepted, std::optional<double> scale,
+                          bool qk_l2norm) {
+  return run_window("recurrent_buffered", q, k, v, g, beta, &state, {win_k, win_u, win_g, win_fill},
+                    {state_indices, has_initial_state, cu_seqlens, num_accepted}, scale, qk_l2norm);
+}
+
+Tensor recurrent_lowrank(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g,
+                         const Tensor& beta, Tensor& win_k, Tensor& win_u, Tensor& win_g,
+                         Tensor& win_fill, const OptTensor& state_indices,
+                         const OptTensor& has_initial_state, const OptTensor& cu_seqlens,
+                         const OptTensor& num_accepted, std::optional<double> scale,
+                         bool qk_l2norm) {
+  return run_window("recurrent_lowrank", q, k, v, g, beta, nullptr, {win_k, win_u, win_g, win_fill},
+                    {state_indices, has_initial_state, cu_seqlens, num_accepted}, scale, qk_l2norm);
+}
+
+void empty_windows(const RecurrentArgs& a) {
+  for (int64_t n = 0; n < a.seqs.N; ++n) {
+    const Sequence seq = sequence_of(a.seqs, n);
+    if (seq.row >= 0) a.window.fill[seq.row * a.window.s_fill] = 0;
+  }
+}
+
+void window_flush(Tensor& state, Tensor& win_k, Tensor& win_u, Tensor& win_g, Tensor& win_fill,
+                  const OptTensor& state_indices) {
+  refuse_grad("window_flush", {&state, &win_k, &win_u, &win_g});
+  const WindowTensors window{win_k, win_u, win_g, win_fill};
+  const RecurrentArgs a = window_args("window_flush", &state, &window, win_fill, state_indices);
+  check_window_values("window_flush", a);
+  kernels().window_flush(a, threads());
+  empty_windows(a);
+}
+
+void window_reset(Tensor& win_fill, const OptTensor& state_indices) {
+  const RecurrentArgs a = window_args("window_reset", nullptr, nullptr, win_fill, state_indices);
+  check_values("window_reset", a.seqs);
+  empty_windows(a);
+}
+
+Tensor run_decode_window(const char* op, const DecodeTensors& t, int64_t num_k_heads,
+                         int64_t head_k_dim, const SeqTensors& seq, std::optional<double> scale,
+                         bool qk_l2norm, double eps, const std::string& activation,
+                         bool conv_leading) {
+  refuse_grad(op, {&t.window->k, &t.window->u, &t.window->g});
+  DecodeArgs d = decode_args(op, t, num_k_heads, head_k_dim, seq, scale, qk_l2norm, eps, activation,
+                             conv_leading);
+  check_window_values(op, d.recurrent,
+                      t.state ? std::min<int64_t>(d.recurrent.window.R, kDecodeTokens) : kDecodeTokens);
+  check_conv_values(op, d.front.conv);
+  const RecurrentArgs& r = d.recurrent;
+  Tensor y = new_output(t.projected, {t.projected.size(0), t.projected.size(1), r.HV * r.V});
+  d.recurrent.out = view_of(y, r.V);
+  kernels().decode_window(d, threads());
+  return y;
+}
+
+Tensor decode_buffered(const Tensor& projected, const Tensor& conv_weight,
+                       const OptTensor& conv_bias, const Tensor& A_log, const Tensor& dt_bias,
+                       const Tensor& norm_weight, Tensor& conv_state, Tensor& state, Tensor& win_k,
+                       Tensor& win_u, Tensor& win_g, Tensor& win_fill, int64_t num_k_heads,
+                       int64_t head_k_dim, const OptTensor& state_indices,
+                       const OptTensor& has_initial_state, const OptTensor& cu_seqlens,
+                       const OptTensor& num_accepted, std::optional<double> scale, bool qk_l2norm,
+                       double eps, const std::string& activation, bool conv_leading) {
+  const WindowTensors window{win_k, win_u, win_g, win_fill};
+  return run_decode_window("decode_buffered",
+                           {projected, conv_weight, conv_bias, A_log, dt_bias, norm_weight,
+                            conv_state, &state, &window},
+                           num_k_heads, head_k_dim,
+                           {state_indices, has_initial_state, cu_seqlens, num_accepted}, scale,
+                           qk_l2norm, eps, activation, conv_leading);
+}
+
+Tensor decode_lowrank(const Tensor& projected, const Tensor& conv_weight,
+                      const OptTensor& conv_bias, const Tensor& A_log, const Tensor& dt_bias,
+                      const Tensor& norm_weight, Tensor& conv_state, Tensor& win_k, Tensor& win_u,
+                      Tensor& win_g, Tensor& win_fill, int64_t num_k_heads, int64_t head_k_dim,
+                      const OptTensor& state_indices, const OptTensor& has_initial_state,
+                      const OptTensor& cu_seqlens, const OptTensor& num_accepted,
+                      std::optional<double> scale, bool qk_l2norm, double eps,
+                      const std::string& activation, bool conv_leading) {
+  const WindowTensors window{win_k, win_u, win_g, win_fill};
+  return run_decode_window("decode_lowrank",
+                           {projected, conv_weight, conv_bias, A_log, dt_bias, norm_weight,
+                            conv_state, nullptr, &window},
+                           num_k_heads, head_k_dim,
+                           {state_indices, has_initial_state, cu_seqlens, num_accepted}, scale,
+                           qk_l2norm, eps, activation, conv_leading);
+}
+
 void set_precision_op(const std::string& mode) {
   TORCH_CHECK(mode == "exact" || mode == "fast" || mode == "auto",
               "set_precision: expected 'exact', 'fast' or 'auto', got '", mode, "'");
@@ -196,6 +303,12 @@ TORCH_LIBRARY_IMPL(gdn, CPU, m) {
   m.impl("gated_rms_norm", &gated_rms_norm);
   m.impl("decode", &decode);
   m.impl("sweep", &sweep);
+  m.impl("recurrent_buffered", &recurrent_buffered);
+  m.impl("recurrent_lowrank", &recurrent_lowrank);
+  m.impl("window_flush", &window_flush);
+  m.impl("window_reset", &window_reset);
+  m.impl("decode_buffered", &decode_buffered);
+  m.impl("decode_lowrank", &decode_lowrank);
 }
 
 // These take no tensor, so no key selects them.

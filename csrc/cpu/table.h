@@ -24,6 +24,9 @@ struct Kernels {
   void (*gated_rms_norm)(const NormArgs&, const Parallel&);
   void (*decode)(const DecodeArgs&, const Parallel&);
   void (*sweep)(char* data, int64_t bytes, uint32_t zero, const Parallel&);
+  void (*recurrent_window)(const RecurrentArgs&, const Parallel&);
+  void (*window_flush)(const RecurrentArgs&, const Parallel&);
+  void (*decode_window)(const DecodeArgs&, const Parallel&);
 };
 
 // Every level compiled in, best first; the last one runs anywhere.

@@ -7,6 +7,7 @@
 #include "norm.h"
 #include "decode.h"
 #include "sweep.h"
+#include "windows.h"
 
 #define GDN_STRINGIFY_(x) #x
 #define GDN_STRINGIFY(x) GDN_STRINGIFY_(x)
@@ -14,5 +15,5 @@
 extern const Kernels table;
 const Kernels table = {
     GDN_STRINGIFY(GDN_ISA), GDN_ISA_DESCRIPTION, supported, recurrent, gating, short_conv, conv_gating,
-    gated_rms_norm, decode, sweep,
+    gated_rms_norm, decode, sweep, recurrent_window, window_flush, decode_window,
 };

@@ -6,8 +6,12 @@
 // independent of each other over all tokens: a task is (sequence, value head, block of rows), and what
 // a row computes does not depend on the block or the thread it falls into.
 
-// Old rows kept in flight ahead of the arithmetic; measured in docs/cpu.md.
-constexpr int64_t kPrefetchRows = 8;
+// A row's products need the whole row before it can be rewritten, so a block alone leaves the memory
+// idle while it computes. The two passes are therefore interleaved: the rewrite of one block and the
+// products of the next share a loop, and rows further ahead are prefetched. What was measured is in
+// docs/cpu.md.
+
+constexpr int64_t kPrefetchRows = 32;  // rows ahead of the products that are asked for, into L2
 constexpr int kRowBlock = 4;           // rows a step: 8 independent sums hide the FMA latency
 constexpr int kColumnVectors = 4;      // the same for the transposed pool
 constexpr int64_t kScratchRows = 16;   // rows held in f32 over the tokens of a call
@@ -19,111 +23,207 @@ struct TokenInput {
   float decay, beta, scale;
 };
 
-// R rows of K contiguous elements, s_v apart. o[R] receives the outputs.
-// `ahead`: the row that will be needed kPrefetchRows later, or null.
-template <int R, class T>
-GDN_INLINE void step_rows(T* S, int64_t s_v, int64_t K, const TokenInput& x, const float* v, float* o,
-                          const T* ahead, int64_t ahead_stride) {
-  F sk[4] = {zero(), zero(), zero(), zero()}, sq[4] = {zero(), zero(), zero(), zero()};
-  const float *k = x.kq->k, *q = x.kq->q;
-  for_lanes(K, [&](int64_t i, auto lanes) {
-    const F kv = load(k + i), qv = load(q + i);
-    for (int r = 0; r < R; ++r) {
-      const F s = load_lanes(S + r * s_v + i, lanes);
-      sk[r] = fma(s, kv, sk[r]);
-      sq[r] = fma(s, qv, sq[r]);
-    }
-    if (ahead && i * sizeof(T) % 64 == 0) {
-      for (int r = 0; r < R; ++r) prefetch(ahead + r * ahead_stride + i);
-    }
-  });
+// --- rows of K contiguous elements, s_v apart
+
+template <int R>
+struct RowSums {
+  F k[R], q[R];
+};
+
+// One step of the products S k and S q of R rows.
+template <int R, class T, class Lanes>
+GDN_INLINE void add_products(const T* S, int64_t s_v, F k, F q, RowSums<R>& sums, Lanes lanes) {
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) {
+    const F s = load_lanes(S + r * s_v, lanes);
+    sums.k[r] = fma(s, k, sums.k[r]);
+    sums.q[r] = fma(s, q, sums.q[r]);
+  }
+}
+
+// One step of S = decay * S + u k^T of R rows.
+template <int R, class T, class Lanes>
+GDN_INLINE void rewrite(T* S, int64_t s_v, F k, const F* u, F decay, Lanes lanes) {
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) {
+    T* p = S + r * s_v;
+    store_lanes(p, fma(u[r], k, decay * load_lanes(p, lanes)), lanes);
+  }
+}
+
+// From the products with the old rows: outputs, and u for the rewrite.
+template <int R>
+GDN_INLINE void finish_rows(const RowSums<R>& sums, const TokenInput& x, const float* v, float* o,
+                            F* u) {
   float k_dot[4], q_dot[4];
-  sum4(sk, k_dot);
-  sum4(sq, q_dot);
-  F u[R];
+  if constexpr (R == 4) {
+    sum4(sums.k, k_dot);
+    sum4(sums.q, q_dot);
+  } else {
+    k_dot[0] = sum(sums.k[0]);
+    q_dot[0] = sum(sums.q[0]);
+  }
+#pragma GCC unroll 4
   for (int r = 0; r < R; ++r) {
     const float e = x.beta * (v[r] - x.decay * k_dot[r]);
     o[r] = x.scale * (x.decay * q_dot[r] + x.kq->kq * e);
     u[r] = broadcast(e);
   }
-  const F decay = broadcast(x.decay);
-  for_lanes(K, [&](int64_t i, auto lanes) {
-    const F kv = load(k + i);
-    for (int r = 0; r < R; ++r) {
-      T* p = S + r * s_v + i;
-      store_lanes(p, fma(u[r], kv, decay * load_lanes(p, lanes)), lanes);
-    }
-  });
 }
 
-// Rows [0, n) of a head.
+// Rows [0, n) of a head. `next`: the rows that follow in memory order of use, or null.
 template <class T>
 static void step_row_range(T* S, int64_t s_v, int64_t n, int64_t K, const TokenInput& x,
                            const float* v, float* o, const T* next) {
-  int64_t r = 0;
-  for (; r + kRowBlock <= n; r += kRowBlock) {
-    const T* ahead = nullptr;
+  const float *k = x.kq->k, *q = x.kq->q;
+  const F decay = broadcast(x.decay);
+  const int64_t whole = n / kRowBlock * kRowBlock;
+  RowSums<kRowBlock> sums = {};
+  F u[kRowBlock];
+  if (whole > 0) {
+    for_lanes(K, [&](int64_t i, auto lanes) {
+      add_products(S + i, s_v, load(k + i), load(q + i), sums, lanes);
+    });
+  }
+  for (int64_t r = 0; r < whole; r += kRowBlock) {
+    finish_rows(sums, x, v + r, o + r, u);
+    T* block = S + r * s_v;
+    if (r + kRowBlock == whole) {
+      for_lanes(K, [&](int64_t i, auto lanes) {
+        rewrite<kRowBlock>(block + i, s_v, load(k + i), u, decay, lanes);
+      });
+      break;
+    }
+    const T* ahead = block;  // a harmless address where there is nothing to ask for
     if (next) {
-      const int64_t target = r + kPrefetchRows;
+      const int64_t target = r + kRowBlock + kPrefetchRows;
       ahead = target < n ? S + target * s_v : next + (target - n) * s_v;
     }
-    step_rows<kRowBlock>(S + r * s_v, s_v, K, x, v + r, o + r, ahead, s_v);
+    T* coming = block + kRowBlock * s_v;
+    sums = {};
+    for_lanes(K, [&](int64_t i, auto lanes) {
+      const F kv = load(k + i), qv = load(q + i);
+      add_products(coming + i, s_v, kv, qv, sums, lanes);
+      rewrite<kRowBlock>(block + i, s_v, kv, u, decay, lanes);
+      if (i * sizeof(T) % 64 == 0) {
+#pragma GCC unroll 4
+        for (int j = 0; j < kRowBlock; ++j) prefetch_l2(ahead + j * s_v + i);
+      }
+    });
   }
-  for (; r < n; ++r) step_rows<1>(S + r * s_v, s_v, K, x, v + r, o + r, (const T*)nullptr, s_v);
+  for (int64_t r = whole; r < n; ++r) {
+    RowSums<1> one = {};
+    T* row = S + r * s_v;
+    for_lanes(K, [&](int64_t i, auto lanes) {
+      add_products(row + i, s_v, load(k + i), load(q + i), one, lanes);
+    });
+    finish_rows(one, x, v + r, o + r, u);
+    for_lanes(K, [&](int64_t i, auto lanes) {
+      rewrite<1>(row + i, s_v, load(k + i), u, decay, lanes);
+    });
+  }
 }
 
-// The transposed pool: K rows of V contiguous elements, s_k apart; J registers of columns a step.
+// --- the transposed pool: K rows of V contiguous elements, s_k apart; J registers of columns a step
+
+template <int J>
+struct ColumnSums {
+  F k[J], q[J];
+};
+
 template <int J, class T, class Lanes>
-GDN_INLINE void step_columns(T* S, int64_t s_k, int64_t K, const TokenInput& x, const float* v,
-                             float* o, const T* ahead, Lanes lanes) {
-  F sk[J], sq[J];
-  for (int j = 0; j < J; ++j) sk[j] = sq[j] = zero();
-  const float *k = x.kq->k, *q = x.kq->q;
-  for (int64_t i = 0; i < K; ++i) {
-    const F kv = broadcast(k[i]), qv = broadcast(q[i]);
-    for (int j = 0; j < J; ++j) {
-      const F s = load_lanes(S + i * s_k + j * kLanes, lanes);
-      sk[j] = fma(s, kv, sk[j]);
-      sq[j] = fma(s, qv, sq[j]);
-    }
+GDN_INLINE void add_column_products(const T* S, F k, F q, ColumnSums<J>& sums, Lanes lanes) {
+#pragma GCC unroll 4
+  for (int j = 0; j < J; ++j) {
+    const F s = load_lanes(S + j * kLanes, lanes);
+    sums.k[j] = fma(s, k, sums.k[j]);
+    sums.q[j] = fma(s, q, sums.q[j]);
   }
-  F u[J];
+}
+
+template <int J, class T, class Lanes>
+GDN_INLINE void rewrite_columns(T* S, F k, const F* u, F decay, Lanes lanes) {
+#pragma GCC unroll 4
+  for (int j = 0; j < J; ++j) {
+    T* p = S + j * kLanes;
+    store_lanes(p, fma(u[j], k, decay * load_lanes(p, lanes)), lanes);
+  }
+}
+
+template <int J, class Lanes>
+GDN_INLINE void finish_columns(const ColumnSums<J>& sums, const TokenInput& x, const float* v,
+                               float* o, F* u, Lanes lanes) {
   const F decay = broadcast(x.decay), beta = broadcast(x.beta), scale = broadcast(x.scale);
   const F kq = broadcast(x.kq->kq);
+#pragma GCC unroll 4
   for (int j = 0; j < J; ++j) {
-    u[j] = beta * (load_lanes(v + j * kLanes, lanes) - decay * sk[j]);
-    store_lanes(o + j * kLanes, scale * fma(kq, u[j], decay * sq[j]), lanes);
+    u[j] = beta * (load_lanes(v + j * kLanes, lanes) - decay * sums.k[j]);
+    store_lanes(o + j * kLanes, scale * fma(kq, u[j], decay * sums.q[j]), lanes);
   }
+}
+
+// Up to one register of columns.
+template <class T, class Lanes>
+GDN_INLINE void step_few_columns(T* S, int64_t s_k, int64_t K, const TokenInput& x, const float* v,
+                                 float* o, Lanes lanes) {
+  const float *k = x.kq->k, *q = x.kq->q;
+  ColumnSums<1> sums = {};
+  F u[1];
   for (int64_t i = 0; i < K; ++i) {
-    const F kv = broadcast(k[i]);
-    for (int j = 0; j < J; ++j) {
-      T* p = S + i * s_k + j * kLanes;
-      store_lanes(p, fma(u[j], kv, decay * load_lanes(p, lanes)), lanes);
-    }
-    if (ahead) {
-      for (size_t j = 0; j < J * kLanes * sizeof(T); j += 64) {
-        prefetch(reinterpret_cast<const char*>(ahead + i * s_k) + j);
-      }
-    }
+    add_column_products(S + i * s_k, broadcast(k[i]), broadcast(q[i]), sums, lanes);
+  }
+  finish_columns(sums, x, v, o, u, lanes);
+  const F decay = broadcast(x.decay);
+  for (int64_t i = 0; i < K; ++i) {
+    rewrite_columns<1>(S + i * s_k, broadcast(k[i]), u, decay, lanes);
   }
 }
 
 template <class T>
 static void step_column_range(T* S, int64_t s_k, int64_t n, int64_t K, const TokenInput& x,
                               const float* v, float* o, const T* next) {
-  using Full = std::integral_constant<int, kLanes>;
-  constexpr int64_t block = kColumnVectors * kLanes;
-  int64_t c = 0;
-  for (; c + block <= n; c += block) {
-    const T* ahead = next ? (c + 2 * block <= n ? S + c + block : next) : nullptr;
-    step_columns<kColumnVectors>(S + c, s_k, K, x, v + c, o + c, ahead, Full());
+  constexpr std::integral_constant<int, kLanes> full;
+  constexpr int J = kColumnVectors;
+  constexpr int64_t block = J * kLanes;
+  const float *k = x.kq->k, *q = x.kq->q;
+  const F decay = broadcast(x.decay);
+  const int64_t whole = n / block * block;
+  ColumnSums<J> sums = {};
+  F u[J];
+  if (whole > 0) {
+    for (int64_t i = 0; i < K; ++i) {
+      add_column_products(S + i * s_k, broadcast(k[i]), broadcast(q[i]), sums, full);
+    }
   }
-  for (; c + kLanes <= n; c += kLanes) {
-    step_columns<1>(S + c, s_k, K, x, v + c, o + c, (const T*)nullptr, Full());
+  for (int64_t c = 0; c < whole; c += block) {
+    finish_columns(sums, x, v + c, o + c, u, full);
+    T* here = S + c;
+    // Columns two blocks ahead, or those of the next head: one line or two of every row.
+    const T* ahead = c + 3 * block <= n ? here + 2 * block : next ? next + (c + 2 * block - n) : here;
+    auto prefetch_row = [&](int64_t i) {
+#pragma GCC unroll 4
+      for (size_t j = 0; j < block * sizeof(T); j += 64) {
+        prefetch_l2(reinterpret_cast<const char*>(ahead + i * s_k) + j);
+      }
+    };
+    if (c + block == whole) {
+      for (int64_t i = 0; i < K; ++i) {
+        rewrite_columns<J>(here + i * s_k, broadcast(k[i]), u, decay, full);
+        prefetch_row(i);
+      }
+      break;
+    }
+    sums = {};
+    for (int64_t i = 0; i < K; ++i) {
+      const F kv = broadcast(k[i]), qv = broadcast(q[i]);
+      add_column_products(here + block + i * s_k, kv, qv, sums, full);
+      rewrite_columns<J>(here + i * s_k, kv, u, decay, full);
+      prefetch_row(i);
+    }
   }
-  if (c < n) {
-    step_columns<1>(S + c, s_k, K, x, v + c, o + c, (const T*)nullptr, static_cast<int>(n - c));
-  }
+  int64_t c = whole;
+  for (; c + kLanes <= n; c += kLanes) step_few_columns(S + c, s_k, K, x, v + c, o + c, full);
+  if (c < n) step_few_columns(S + c, s_k, K, x, v + c, o + c, static_cast<int>(n - c));
 }
 
 // Copies rows [r0, r0 + n) of a head between the pool (either layout) and f32 scratch, whose rows of K

@@ -251,6 +251,8 @@ GDN_INLINE void store_lanes(T* p, F x, int n) {
 }
 
 GDN_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
+// Into L2: a line asked for this early would not survive in L1.
+GDN_INLINE void prefetch_l2(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 // --- elementary functions
 

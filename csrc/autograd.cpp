@@ -1,0 +1,241 @@
+// Gradients of the functional ops, for every backend: an autograd node at the Autograd key whose
+// forward calls the op below it. The backward ops are compositions of ATen calls, so they run on any
+// device, trace under torch.compile and can be differentiated again.
+#include <optional>
+#include <string>
+
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+namespace gdn {
+namespace {
+
+using at::Tensor;
+using OptTensor = std::optional<Tensor>;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+OptTensor optional(const Tensor& t) { return t.defined() ? OptTensor(t) : std::nullopt; }
+Tensor undefined_or(const OptTensor& t) { return t.value_or(Tensor()); }
+
+template <class Schema>
+auto op(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Schema>();
+}
+
+// --- gating: dg/da = -exp(A_log) * sigmoid(a + dt_bias), dg/dA_log = g, dbeta/db = beta (1 - beta)
+
+using GatingSchema = std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&,
+                                                const Tensor&);
+using GatingBackwardSchema = std::tuple<Tensor, Tensor, Tensor, Tensor>(
+    const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&);
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> gating_backward(const Tensor& grad_g,
+                                                           const Tensor& grad_beta, const Tensor& a,
+                                                           const Tensor& b, const Tensor& A_log,
+                                                           const Tensor& dt_bias) {
+  const Tensor x = a.to(at::kFloat) + dt_bias.to(at::kFloat);
+  const Tensor rate = A_log.to(at::kFloat).exp().neg();
+  const Tensor da = grad_g * rate * x.sigmoid();
+  const Tensor beta = b.to(at::kFloat).sigmoid();
+  const Tensor db = grad_beta * beta * (1 - beta);
+  const Tensor dA = grad_g * rate * at::softplus(x);
+  const int64_t HV = a.size(-1);
+  return {da.to(a.scalar_type()), db.to(b.scalar_type()),
+          dA.reshape({-1, HV}).sum(0).to(A_log.scalar_type()),
+          da.reshape({-1, HV}).sum(0).to(dt_bias.scalar_type())};
+}
+
+struct Gating : torch::autograd::Function<Gating> {
+  static variable_list forward(AutogradContext* ctx, const Tensor& a, const Tensor& b,
+                               const Tensor& A_log, const Tensor& dt_bias) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    static auto call = op<GatingSchema>("gdn::gating");
+    ctx->save_for_backward({a, b, A_log, dt_bias});
+    auto [g, beta] = call.call(a, b, A_log, dt_bias);
+    return {g, beta};
+  }
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    static auto call = op<GatingBackwardSchema>("gdn::gating_backward");
+    const auto s = ctx->get_saved_variables();
+    const auto zeros = [&] { return at::zeros(s[0].sizes(), s[0].options().dtype(at::kFloat)); };
+    const Tensor grad_g = grads[0].defined() ? grads[0] : zeros();
+    const Tensor grad_beta = grads[1].defined() ? grads[1] : zeros();
+    auto [da, db, dA, ddt] = call.call(grad_g, grad_beta, s[0], s[1], s[2], s[3]);
+    return {da, db, dA, ddt};
+  }
+};
+
+std::tuple<Tensor, Tensor> gating(const Tensor& a, const Tensor& b, const Tensor& A_log,
+                                  const Tensor& dt_bias) {
+  const auto out = Gating::apply(a, b, A_log, dt_bias);
+  return {out[0], out[1]};
+}
+
+// --- gated norm
+
+using NormSchema = Tensor(const Tensor&, const Tensor&, const Tensor&, double);
+using NormBackwardSchema = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const Tensor&,
+                                                              const Tensor&, const Tensor&, double);
+
+std::tuple<Tensor, Tensor, Tensor> gated_rms_norm_backward(const Tensor& grad_y, const Tensor& x,
+                                                           const Tensor& gate, const Tensor& weight,
+                                                           double eps) {
+  const Tensor xf = x.to(at::kFloat), zf = gate.to(at::kFloat), wf = weight.to(at::kFloat);
+  const Tensor dy = grad_y.to(at::kFloat);
+  const Tensor r = at::rsqrt(xf.square().mean(-1, true) + eps);
+  const Tensor normed = xf * r;
+  const Tensor s = zf.sigmoid();
+  const Tensor dweighted = dy * zf * s;
+  const Tensor dgate = dy * wf * normed * s * (1 + zf * (1 - s));
+  const Tensor dnormed = dweighted * wf;
+  const Tensor dx = r * (dnormed - normed * (dnormed * normed).mean(-1, true));
+  const Tensor dweight = (dweighted * normed).reshape({-1, x.size(-1)}).sum(0);
+  return {dx.to(x.scalar_type()), dgate.to(gate.scalar_type()), dweight.to(weight.scalar_type())};
+}
+
+struct GatedRmsNorm : torch::autograd::Function<GatedRmsNorm> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& gate,
+                        const Tensor& weight, double eps) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    static auto call = op<NormSchema>("gdn::gated_rms_norm");
+    ctx->save_for_backward({x, gate, weight});
+    ctx->saved_data["eps"] = eps;
+    return call.call(x, gate, weight, eps);
+  }
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    static auto call = op<NormBackwardSchema>("gdn::gated_rms_norm_backward");
+    const auto s = ctx->get_saved_variables();
+    auto [dx, dgate, dweight] =
+        call.call(grads[0], s[0], s[1], s[2], ctx->saved_data["eps"].toDouble());
+    return {dx, dgate, dweight, Tensor()};
+  }
+};
+
+Tensor gated_rms_norm(const Tensor& x, const Tensor& gate, const Tensor& weight, double eps) {
+  return GatedRmsNorm::apply(x, gate, weight, eps);
+}
+
+// --- convolution
+//
+// All sequences lie in one row of M = B*T tokens; `seq` and `position` say where a token stands. The
+// entry `s` steps before a token is another token of its sequence, or a column of the initial state.
+
+using ConvSchema = std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const OptTensor&,
+                                              const OptTensor&, const OptTensor&,
+                                              c10::string_view, std::optional<c10::SymInt>);
+using ConvBackwardSchema = std::tuple<Tensor, Tensor, Tensor, Tensor>(
+    const Tensor&, const OptTensor&, const Tensor&, const Tensor&, const OptTensor&,
+    const OptTensor&, const OptTensor&, c10::string_view, c10::SymInt);
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> conv1d_backward(
+    const Tensor& grad_y, const OptTensor& grad_final, const Tensor& x, const Tensor& weight,
+    const OptTensor& bias, const OptTensor& initial, const OptTensor& cu_seqlens,
+    c10::string_view activation, int64_t state_len) {
+  const int64_t B = x.size(0), T = x.size(1), C = x.size(2), M = B * T, W = weight.size(1);
+  const auto ints = x.options().dtype(at::kLong).requires_grad(false);
+  const Tensor cu = cu_seqlens ? cu_seqlens->to(at::kLong) : at::arange(B + 1, ints) * T;
+  const int64_t N = cu.size(0) - 1;
+  const Tensor token = at::arange(M, ints);
+  // Empty sequences share their start with the next one: the right end of the equal run is meant.
+  const Tensor seq = at::searchsorted(cu, token, /*out_int32=*/false, /*right=*/true) - 1;
+  const Tensor position = token - cu.index_select(0, seq);
+  const Tensor xf = x.reshape({M, C}).to(at::kFloat), wf = weight.to(at::kFloat);
+  const Tensor none = at::zeros({N, C, state_len}, xf.options());
+  const Tensor init = (initial ? initial->to(at::kFloat) : none).transpose(1, 2).reshape({-1, C});
+  // Row of [tokens; initial columns] that stands `s` before each token; a row of zeros otherwise.
+  const Tensor rows = at::cat({xf, init, at::zeros({1, C}, xf.options())});
+  const int64_t zero_row = M + N * state_len;
+  const auto row_before = [&](int64_t s) {
+    const Tensor column = state_len + position - s;
+    const Tensor from_state = at::where(column >= 0, M + seq * state_len + column,
+                                        at::full_like(column, zero_row));
+    return at::where(position >= s, token - s, from_state);
+  };
+  Tensor pre = at::zeros({M, C}, xf.options());
+  for (int64_t s = 0; s < W; ++s) {
+    pre = pre + rows.index_select(0, row_before(s)) * wf.select(1, W - 1 - s);
+  }
+  if (bias) pre = pre + bias->to(at::kFloat);
+  Tensor d = grad_y.reshape({M, C}).to(at::kFloat);
+  if (activation == "silu") {
+    const Tensor sig = pre.sigmoid();
+    d = d * sig * (1 + pre * (1 - sig));
+  }
+  Tensor drows = at::zeros_like(rows);
+  variable_list dtaps;
+  for (int64_t s = W - 1; s >= 0; --s) {
+    const Tensor row = row_before(s);
+    drows = drows.index_add(0, row, d * wf.select(1, W - 1 - s));
+    dtaps.push_back((d * rows.index_select(0, row)).sum(0));
+  }
+  if (grad_final && state_len > 0) {
+    // final column w of sequence n is entry length + w of [its initial columns; its tokens].
+    const Tensor w = at::arange(state_len, ints);
+    const Tensor start = cu.slice(0, 0, N), length = cu.slice(0, 1) - start;
+    const Tensor entry = length.unsqueeze(1) + w;
+    const Tensor n = at::arange(N, ints).unsqueeze(1);
+    const Tensor row = at::where(entry >= state_len, start.unsqueeze(1) + entry - state_len,
+                                 M + n * state_len + entry);
+    drows = drows.index_add(0, row.reshape({-1}),
+                            grad_final->to(at::kFloat).transpose(1, 2).reshape({-1, C}));
+  }
+  const Tensor dx = drows.slice(0, 0, M).reshape({B, T, C}).to(x.scalar_type());
+  const Tensor dinit = drows.slice(0, M, zero_row).reshape({N, state_len, C}).transpose(1, 2);
+  return {dx, at::stack(dtaps, 1).to(weight.scalar_type()),
+          d.sum(0).to(bias ? bias->scalar_type() : weight.scalar_type()),
+          dinit.to(initial ? initial->scalar_type() : x.scalar_type())};
+}
+
+struct Conv1d : torch::autograd::Function<Conv1d> {
+  static variable_list forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight,
+                               const Tensor& bias, const Tensor& initial, const Tensor& cu,
+                               const std::string& activation,
+                               std::optional<c10::SymInt> state_len) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    static auto call = op<ConvSchema>("gdn::conv1d");
+    ctx->save_for_backward({x, weight, bias, initial, cu});
+    ctx->saved_data["activation"] = activation;
+    auto [y, final_state] = call.call(x, weight, optional(bias), optional(initial), optional(cu),
+                                      activation, state_len);
+    ctx->saved_data["state_len"] = final_state.sym_size(2);
+    return {y, final_state};
+  }
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    static auto call = op<ConvBackwardSchema>("gdn::conv1d_backward");
+    const auto s = ctx->get_saved_variables();
+    const Tensor grad_y = grads[0].defined() ? grads[0] : at::zeros_like(s[0]);
+    auto [dx, dw, db, di] =
+        call.call(grad_y, optional(grads[1]), s[0], s[1], optional(s[2]), optional(s[3]),
+                  optional(s[4]), ctx->saved_data["activation"].toStringRef(),
+                  ctx->saved_data["state_len"].toSymInt());
+    return {dx, dw, s[2].defined() ? db : Tensor(), s[3].defined() ? di : Tensor(), Tensor(),
+            Tensor(), Tensor()};
+  }
+};
+
+std::tuple<Tensor, Tensor> conv1d(const Tensor& x, const Tensor& weight, const OptTensor& bias,
+                                  const OptTensor& initial, const OptTensor& cu,
+                                  c10::string_view activation,
+                                  std::optional<c10::SymInt> state_len) {
+  const auto out = Conv1d::apply(x, weight, undefined_or(bias), undefined_or(initial),
+                                 undefined_or(cu), std::string(activation), state_len);
+  return {out[0], out[1]};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(gdn, Autograd, m) {
+  m.impl("gating", &gating);
+  m.impl("gated_rms_norm", &gated_rms_norm);
+  m.impl("conv1d", &conv1d);
+}
+
+TORCH_LIBRARY_IMPL(gdn, CompositeImplicitAutograd, m) {
+  m.impl("gating_backward", &gating_backward);
+  m.impl("gated_rms_norm_backward", &gated_rms_norm_backward);
+  m.impl("conv1d_backward", &conv1d_backward);
+}
+
+}  // namespace gdn

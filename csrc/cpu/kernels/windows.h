@@ -1,0 +1,807 @@
+// The recurrence over windows of pending rank-1 updates (docs/windows.md), with a base state
+// (buffered, exact) or without one (low-rank).
+// Included inside the namespace of one instruction set, after norm.h and decode.h.
+//
+// A task is (sequence, key head) with the value heads that share its keys, so that the window's keys are
+// read once for all of them; with few such tasks it is one block of rows of one value head. Rows of V
+// are independent, and every sum runs from the newest entry to the oldest whatever the slots are, so a
+// row's bits depend neither on the task it falls into nor on where its window starts. Keys, gates and
+// counts of the new entries are written when no task can read them any more.
+
+constexpr int64_t kSegment = 64;   // tokens whose keys and products are held at a time
+constexpr int kMaxWindow = 64;     // largest R
+
+// The live entries; entry p counts from the newest.
+struct Entries {
+  int64_t fill = 0, head = 0;
+};
+GDN_INLINE int64_t slot_of(const Entries& e, int64_t R, int64_t p) {
+  const int64_t s = e.head + e.fill - 1 - p;
+  return s >= R ? s - R : s;
+}
+// Makes room for one entry and returns its slot; a full window gives up its oldest.
+GDN_INLINE int64_t append(Entries& e, int64_t R) {
+  if (e.fill < R) {
+    ++e.fill;
+    return slot_of(e, R, 0);
+  }
+  const int64_t slot = e.head;
+  e.head = slot + 1 == R ? 0 : slot + 1;
+  return slot;
+}
+
+// What a call finds: nothing for a fresh sequence, else the entries that were not rejected.
+GDN_INLINE Entries live_entries(const Window& w, const Sequence& seq, bool speculative) {
+  if (seq.fresh) return {};
+  const WindowCounts c = kept_entries(w.fill[seq.row * w.s_fill], speculative ? seq.accepted : -1);
+  return {c.fill, c.head};
+}
+
+template <class Body>
+GDN_INLINE void with_type(DType d, Body body) {
+  switch (d) {
+    case DType::f32:
+      return body(static_cast<float*>(nullptr));
+    case DType::bf16:
+      return body(static_cast<bf16_t*>(nullptr));
+    case DType::f16:
+      return body(static_cast<f16_t*>(nullptr));
+  }
+}
+
+template <class T>
+GDN_INLINE T* window_keys(const Window& w, int64_t row, int64_t hk) {
+  return static_cast<T*>(w.k) + row * w.sk_p + hk * w.sk_h;
+}
+template <class T>
+GDN_INLINE T* window_updates(const Window& w, int64_t row, int64_t h) {
+  return static_cast<T*>(w.u) + row * w.su_p + h * w.su_h;
+}
+GDN_INLINE float* window_gates(const Window& w, int64_t row, int64_t h) {
+  return w.g + row * w.sg_p + h * w.sg_h;
+}
+
+// Products of every live key with the token's key and query, newest first.
+template <class T>
+static void key_dots(const T* keys, int64_t stride, const Entries& e, int64_t R, int64_t K,
+                     const KeyQuery& x, float* dk, float* dq) {
+  for (int64_t p = 0; p < e.fill; p += 4) {
+    const T* row[4];
+    for (int i = 0; i < 4; ++i) {
+      row[i] = keys + slot_of(e, R, p + i < e.fill ? p + i : e.fill - 1) * stride;
+    }
+    F sk[4] = {zero(), zero(), zero(), zero()}, sq[4] = {zero(), zero(), zero(), zero()};
+    for_lanes(K, [&](int64_t i, auto lanes) {
+      const F kv = load(x.k + i), qv = load(x.q + i);
+      for (int r = 0; r < 4; ++r) {
+        const F s = load_lanes(row[r] + i, lanes);
+        sk[r] = fma(s, kv, sk[r]);
+        sq[r] = fma(s, qv, sq[r]);
+      }
+    });
+    sum4(sk, dk + p);
+    sum4(sq, dq + p);
+  }
+}
+
+// The entries that still count for one token of one value head, newest first, and their weights.
+// A weight of zero means the entry is left out: what it holds must not matter.
+struct Weights {
+  int64_t n = 0;
+  float base = 0.f;
+  int64_t slot[kMaxWindow];
+  int32_t place[kMaxWindow];  // p of each
+  float w[kMaxWindow];
+};
+static void weigh(const float* g_ring, const Entries& e, int64_t R, float g, Weights& m) {
+  alignas(64) float s[kMaxWindow + 16] = {};
+  float total = g;
+  for (int64_t p = 0; p < e.fill; ++p) {
+    s[p] = total;
+    total += g_ring[slot_of(e, R, p)];
+  }
+  s[e.fill] = total;
+  for (int64_t p = 0; p <= e.fill; p += kLanes) store(s + p, exp(load(s + p)));
+  m.n = 0;
+  for (int64_t p = 0; p < e.fill; ++p) {
+    if (s[p] == 0.f) continue;
+    m.slot[m.n] = slot_of(e, R, p);
+    m.place[m.n] = static_cast<int32_t>(p);
+    m.w[m.n++] = s[p];
+  }
+  m.base = s[e.fill];
+}
+
+// --- the base: products with keys and queries, and the fold
+
+// P, Q [token][ld]: old state times key and query for R rows of K contiguous elements.
+template <int R, class T>
+GDN_INLINE void product_rows(const T* S, int64_t s_v, int64_t K, const KeyQuery* x, int64_t tokens,
+                             float* P, float* Q, int64_t ld, const T* ahead) {
+  for (int64_t j = 0; j < tokens; ++j) {
+    F sk[4] = {zero(), zero(), zero(), zero()}, sq[4] = {zero(), zero(), zero(), zero()};
+    const float *k = x[j].k, *q = x[j].q;
+    const T* fetch = j == 0 ? ahead : nullptr;
+    for_lanes(K, [&](int64_t i, auto lanes) {
+      const F kv = load(k + i), qv = load(q + i);
+      for (int r = 0; r < R; ++r) {
+        const F s = load_lanes(S + r * s_v + i, lanes);
+        sk[r] = fma(s, kv, sk[r]);
+        sq[r] = fma(s, qv, sq[r]);
+      }
+      if (fetch && i * sizeof(T) % 64 == 0) {
+        for (int r = 0; r < R; ++r) prefetch(fetch + r * s_v + i);
+      }
+    });
+    float k_dot[4], q_dot[4];
+    sum4(sk, k_dot);
+    sum4(sq, q_dot);
+    std::memcpy(P + j * ld, k_dot, sizeof(float) * R);
+    std::memcpy(Q + j * ld, q_dot, sizeof(float) * R);
+  }
+}
+
+// The same for a block of J registers of columns of the transposed pool.
+template <int J, class T, class Lanes>
+GDN_INLINE void product_columns(const T* S, int64_t s_k, int64_t K, const KeyQuery* x,
+                                int64_t tokens, float* P, float* Q, int64_t ld, const T* ahead,
+                                Lanes lanes) {
+  for (int64_t j = 0; j < tokens; ++j) {
+    F sk[J], sq[J];
+    for (int c = 0; c < J; ++c) sk[c] = sq[c] = zero();
+    const float *k = x[j].k, *q = x[j].q;
+    for (int64_t i = 0; i < K; ++i) {
+      const F kv = broadcast(k[i]), qv = broadcast(q[i]);
+      for (int c = 0; c < J; ++c) {
+        const F s = load_lanes(S + i * s_k + c * kLanes, lanes);
+        sk[c] = fma(s, kv, sk[c]);
+        sq[c] = fma(s, qv, sq[c]);
+      }
+      if (ahead && j == 0) {
+        for (size_t b = 0; b < J * kLanes * sizeof(T); b += 64) {
+          prefetch(reinterpret_cast<const char*>(ahead + i * s_k) + b);
+        }
+      }
+    }
+    for (int c = 0; c < J; ++c) {
+      store_lanes(P + j * ld + c * kLanes, sk[c], lanes);
+      store_lanes(Q + j * ld + c * kLanes, sq[c], lanes);
+    }
+  }
+}
+
+template <class T>
+static void base_products(const StatePool& pool, const T* S, int64_t rows, int64_t K,
+                          const KeyQuery* x, int64_t tokens, float* P, float* Q, int64_t ld,
+                          const T* next) {
+  if (pool.s_k == 1) {
+    int64_t r = 0;
+    for (; r + kRowBlock <= rows; r += kRowBlock) {
+      const int64_t target = r + kPrefetchRows;
+      const T* ahead = target < rows ? S + target * pool.s_v
+                       : next        ? next + (target - rows) * pool.s_v
+                                     : nullptr;
+      product_rows<kRowBlock>(S + r * pool.s_v, pool.s_v, K, x, tokens, P + r, Q + r, ld, ahead);
+    }
+    for (; r < rows; ++r) {
+      product_rows<1>(S + r * pool.s_v, pool.s_v, K, x, tokens, P + r, Q + r, ld, (const T*)nullptr);
+    }
+    return;
+  }
+  using Full = std::integral_constant<int, kLanes>;
+  constexpr int64_t block = kColumnVectors * kLanes;
+  int64_t c = 0;
+  for (; c + block <= rows; c += block) {
+    const T* ahead = c + 2 * block <= rows ? S + c + block : next;
+    product_columns<kColumnVectors>(S + c, pool.s_k, K, x, tokens, P + c, Q + c, ld, ahead, Full());
+  }
+  for (; c + kLanes <= rows; c += kLanes) {
+    product_columns<1>(S + c, pool.s_k, K, x, tokens, P + c, Q + c, ld, (const T*)nullptr, Full());
+  }
+  if (c < rows) {
+    product_columns<1>(S + c, pool.s_k, K, x, tokens, P + c, Q + c, ld, (const T*)nullptr,
+                       static_cast<int>(rows - c));
+  }
+}
+
+// One tile of the fold: `a` steps along the contiguous direction of the pool, `b` across N lines.
+// S[line][i] = base * S[line][i] + sum_p across[p][line] * along[p][i].
+template <int N, int J, class T, class Lanes>
+GDN_INLINE void fold_tile(T* S, int64_t stride, const Weights& m, const float* along,
+                          const int64_t* along_row, const float* across, int64_t across_p,
+                          int64_t across_line, Lanes lanes) {
+  F acc[N][J];
+  const F base = broadcast(m.base);
+  for (int n = 0; n < N; ++n) {
+    for (int j = 0; j < J; ++j) {
+      acc[n][j] = m.base == 0.f ? zero() : base * load_lanes(S + n * stride + j * kLanes, lanes);
+    }
+  }
+  for (int64_t p = 0; p < m.n; ++p) {
+    F x[J];
+    for (int j = 0; j < J; ++j) x[j] = load_lanes(along + along_row[p] + j * kLanes, lanes);
+    for (int n = 0; n < N; ++n) {
+      const F c = broadcast(across[p * across_p + n * across_line]);
+      for (int j = 0; j < J; ++j) acc[n][j] = fma(c, x[j], acc[n][j]);
+    }
+  }
+  for (int n = 0; n < N; ++n) {
+    for (int j = 0; j < J; ++j) store_lanes(S + n * stride + j * kLanes, acc[n][j], lanes);
+  }
+}
+template <int N, class T>
+GDN_INLINE void fold_lines(T* S, int64_t stride, int64_t length, const Weights& m,
+                           const float* along, const int64_t* along_row, const float* across,
+                           int64_t across_p, int64_t across_line) {
+  using Full = std::integral_constant<int, kLanes>;
+  int64_t i = 0;
+  for (; i + 2 * kLanes <= length; i += 2 * kLanes) {
+    fold_tile<N, 2>(S + i, stride, m, along + i, along_row, across, across_p, across_line, Full());
+  }
+  for (; i + kLanes <= length; i += kLanes) {
+    fold_tile<N, 1>(S + i, stride, m, along + i, along_row, across, across_p, across_line, Full());
+  }
+  if (i < length) {
+    fold_tile<N, 1>(S + i, stride, m, along + i, along_row, across, across_p, across_line,
+                    static_cast<int>(length - i));
+  }
+}
+
+// Adds every live entry to rows [first, first + rows) of a head's base. `ring` [slot][padded(K)] holds
+// the keys, `wu` [entry][padded(rows)] is scratch.
+static void fold_head(const StatePool& pool, const Window& w, int64_t row, int64_t h, int64_t first,
+                      int64_t rows, int64_t K, const Entries& e, const float* ring,
+                      const float* g_ring, float* wu) {
+  Weights m;
+  weigh(g_ring, e, w.R, 0.f, m);
+  const int64_t ld = padded(rows), Kp = padded(K);
+  with_type(w.u_dtype, [&](auto* type) {
+    using U = std::remove_pointer_t<decltype(type)>;
+    const U* u = window_updates<U>(w, row, h) + first;
+    for (int64_t p = 0; p < m.n; ++p) {
+      const F weight = broadcast(m.w[p]);
+      for_lanes(rows, [&](int64_t i, auto lanes) {
+        store(wu + p * ld + i, weight * load_lanes(u + m.slot[p] * w.su_r + i, lanes));
+      });
+    }
+  });
+  int64_t key_row[kMaxWindow], update_row[kMaxWindow];
+  float keys_across[kMaxWindow * 4];
+  for (int64_t p = 0; p < m.n; ++p) {
+    key_row[p] = m.slot[p] * Kp;
+    update_row[p] = p * ld;
+  }
+  with_type(pool.dtype, [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    T* S = head_of<T>(pool, row, h) + first * pool.s_v;
+    if (pool.s_k == 1) {
+      int64_t r = 0;
+      for (; r + 4 <= rows; r += 4) {
+        fold_lines<4>(S + r * pool.s_v, pool.s_v, K, m, ring, key_row, wu + r, ld, 1);
+      }
+      for (; r < rows; ++r) {
+        fold_lines<1>(S + r * pool.s_v, pool.s_v, K, m, ring, key_row, wu + r, ld, 1);
+      }
+    } else {
+      int64_t i = 0;
+      for (; i + 4 <= K; i += 4) {
+        for (int64_t p = 0; p < m.n; ++p) {
+          std::memcpy(keys_across + p * 4, ring + key_row[p] + i, 4 * sizeof(float));
+        }
+        fold_lines<4>(S + i * pool.s_k, pool.s_k, rows, m, wu, update_row, keys_across, 4, 1);
+      }
+      for (; i < K; ++i) {
+        for (int64_t p = 0; p < m.n; ++p) keys_across[p] = ring[key_row[p] + i];
+        fold_lines<1>(S + i * pool.s_k, pool.s_k, rows, m, wu, update_row, keys_across, 1, 1);
+      }
+    }
+  });
+}
+
+// --- one token of one value head
+
+struct WindowToken {
+  const Weights* weights;
+  const float *c, *d;    // weight * (k_i . k), weight * (k_i . q), of the entries in `weights`
+  const float *P, *Q;    // base products of these rows, or null
+  const float* v;
+  float beta, kq, scale;
+};
+
+// J registers of rows: the entry's update into `fresh_u`, the outputs into o.
+template <int J, class U, class Lanes>
+GDN_INLINE void mix_rows(const U* u, int64_t s_r, const WindowToken& x, int64_t r, U* fresh_u,
+                         float* o, const U* next, Lanes lanes) {
+  const Weights& m = *x.weights;
+  F p[J], q[J];
+  const F base = broadcast(m.base);
+  for (int j = 0; j < J; ++j) {
+    const bool keep = x.P && m.base != 0.f;
+    p[j] = keep ? base * load_lanes(x.P + r + j * kLanes, lanes) : zero();
+    q[j] = keep ? base * load_lanes(x.Q + r + j * kLanes, lanes) : zero();
+  }
+  for (int64_t i = 0; i < m.n; ++i) {
+    const U* row = u + m.slot[i] * s_r + r;
+    const F c = broadcast(x.c[i]), d = broadcast(x.d[i]);
+    for (int j = 0; j < J; ++j) {
+      const F s = load_lanes(row + j * kLanes, lanes);
+      p[j] = fma(c, s, p[j]);
+      q[j] = fma(d, s, q[j]);
+    }
+    if (next) {
+      const char* line = reinterpret_cast<const char*>(next + m.slot[i] * s_r + r);
+      for (size_t b = 0; b < J * kLanes * sizeof(U); b += 64) prefetch(line + b);
+    }
+  }
+  const F beta = broadcast(x.beta), kq = broadcast(x.kq), scale = broadcast(x.scale);
+  for (int j = 0; j < J; ++j) {
+    const F e = beta * (load_lanes(x.v + r + j * kLanes, lanes) - p[j]);
+    store_lanes(o + r + j * kLanes, scale * fma(kq, e, q[j]), lanes);
+    store_lanes(fresh_u + r + j * kLanes, e, lanes);
+  }
+}
+// `u`: the head's window from the first row of the block on; the entry goes to `slot`.
+template <class U>
+static void mix_head(U* u, int64_t s_r, const WindowToken& x, int64_t rows, int64_t slot, float* o,
+                     const U* next) {
+  using Full = std::integral_constant<int, kLanes>;
+  U* fresh_u = u + slot * s_r;
+  int64_t r = 0;
+  for (; r + 4 * kLanes <= rows; r += 4 * kLanes) {
+    mix_rows<4>(u, s_r, x, r, fresh_u, o, next, Full());
+  }
+  for (; r + kLanes <= rows; r += kLanes) {
+    mix_rows<1>(u, s_r, x, r, fresh_u, o, (const U*)nullptr, Full());
+  }
+  if (r < rows) {
+    mix_rows<1>(u, s_r, x, r, fresh_u, o, (const U*)nullptr, static_cast<int>(rows - r));
+  }
+}
+
+// --- a sequence
+
+// Value heads [h0, h1) of key head hk, rows [first, first + rows).
+struct WindowTask {
+  int64_t n, hk, h0, h1, first, rows;
+};
+
+struct WindowScratch {
+  KeyQuery* kq;     // [tokens]
+  float* ring;      // [R][padded(K)]
+  float *dk, *dq;   // [tokens][kMaxWindow]
+  float *P, *Q;     // [tokens][kMaxRow]
+  float* g;         // [ratio][kMaxWindow]
+  float* wu;        // [R][kMaxRow]
+  Entries* before;  // [tokens]
+  void* memory;
+
+  WindowScratch(int64_t tokens, int64_t R, int64_t K, int64_t ratio, bool base) {
+    const size_t floats = R * padded(K) + 2 * tokens * kMaxWindow + ratio * kMaxWindow +
+                          (base ? 2 * tokens * kMaxRow + R * kMaxRow : 0);
+    const size_t bytes = sizeof(KeyQuery) * tokens + sizeof(float) * floats + sizeof(Entries) * tokens;
+    memory = std::aligned_alloc(64, (bytes + 63) / 64 * 64);
+    kq = static_cast<KeyQuery*>(memory);
+    before = reinterpret_cast<Entries*>(kq + tokens);
+    float* f = reinterpret_cast<float*>(before + tokens);
+    auto take = [&](int64_t n) {
+      float* p = f;
+      f += n;
+      return p;
+    };
+    ring = take(R * padded(K));
+    dk = take(tokens * kMaxWindow);
+    dq = take(tokens * kMaxWindow);
+    g = take(ratio * kMaxWindow);
+    P = base ? take(tokens * kMaxRow) : nullptr;
+    Q = base ? take(tokens * kMaxRow) : nullptr;
+    wu = base ? take(R * kMaxRow) : nullptr;
+  }
+  WindowScratch(const WindowScratch&) = delete;
+  WindowScratch& operator=(const WindowScratch&) = delete;
+  ~WindowScratch() { std::free(memory); }
+};
+
+static void load_ring(const Window& w, int64_t row, int64_t hk, const Entries& e, int64_t K,
+                      float* ring) {
+  with_type(w.k_dtype, [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    const T* keys = window_keys<T>(w, row, hk);
+    for (int64_t p = 0; p < e.fill; ++p) {
+      const int64_t slot = slot_of(e, w.R, p);
+      widen(keys + slot * w.sk_r, 1, K, ring + slot * padded(K));
+    }
+  });
+}
+GDN_INLINE bool folds(const RecurrentArgs& a, const Entries& e, int64_t tokens) {
+  return a.state.ptr && e.fill > 0 && e.fill + tokens > a.window.R;
+}
+// The log decay an entry keeps: the first one of a sequence that starts from zero removes the base.
+GDN_INLINE float kept_gate(const RecurrentArgs& a, const Sequence& seq, int64_t t, float g) {
+  return a.state.ptr && seq.fresh && t == seq.start ? -__builtin_inff() : g;
+}
+static void store_key(const Window& w, int64_t row, int64_t hk, int64_t slot, int64_t K,
+                      const float* k) {
+  with_type(w.k_dtype, [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    narrow(k, K, window_keys<T>(w, row, hk) + slot * w.sk_r);
+  });
+}
+
+// Tokens supplies a task's inputs and takes its outputs:
+//   const KeyQuery* keys(t, n, hk, KeyQuery* scratch)   n tokens from t on
+//   const float* value(t, h, first, rows)               valid until the next call
+//   RawGates gates(t, h)
+//   void output(t, h, first, rows, const float* o)
+// `last`: no other task reads the keys and gates of this one, so they may be written now.
+// `next_state`: the head whose base the thread reads after the task's last, or null.
+template <class Tokens>
+static void window_task(const RecurrentArgs& a, const Sequence& seq, const WindowTask& x,
+                        Tokens& tokens, WindowScratch& s, bool last, const void* next_state) {
+  const Window& w = a.window;
+  const int64_t T = seq.end - seq.start, R = w.R, K = a.K, Kp = padded(K);
+  Entries start = live_entries(w, seq, a.seqs.num_accepted.ptr != nullptr);
+  const bool fold = folds(a, start, T), ring = T > 1 || fold;
+  if (ring) load_ring(w, seq.row, x.hk, start, K, s.ring);
+  for (int64_t h = x.h0; h < x.h1; ++h) {
+    const float* g = window_gates(w, seq.row, h);
+    float* g_ring = s.g + (h - x.h0) * kMaxWindow;
+    for (int64_t p = 0; p < start.fill; ++p) {
+      const int64_t slot = slot_of(start, R, p);
+      g_ring[slot] = g[slot * w.sg_r];
+    }
+    if (fold) {
+      fold_head(a.state, w, seq.row, h, x.first, x.rows, K, start, s.ring, g_ring, s.wu);
+    }
+  }
+  if (fold) start = {};
+
+  float o[kMaxRow], c[kMaxWindow], d[kMaxWindow];
+  for (int64_t t0 = seq.start; t0 < seq.end; t0 += kSegment) {
+    const int64_t count = seq.end - t0 < kSegment ? seq.end - t0 : kSegment;
+    const KeyQuery* kq = tokens.keys(t0, count, x.hk, s.kq);
+    Entries e = start;
+    for (int64_t j = 0; j < count; ++j) {
+      s.before[j] = e;
+      float *dk = s.dk + j * kMaxWindow, *dq = s.dq + j * kMaxWindow;
+      if (ring) {
+        key_dots(s.ring, Kp, e, R, K, kq[j], dk, dq);
+      } else {
+        with_type(w.k_dtype, [&](auto* type) {
+          using D = std::remove_pointer_t<decltype(type)>;
+          key_dots(window_keys<D>(w, seq.row, x.hk), w.sk_r, e, R, K, kq[j], dk, dq);
+        });
+      }
+      const int64_t slot = append(e, R);
+      if (ring) {
+        for (int64_t i = 0; i < Kp; i += kLanes) {
+          store(s.ring + slot * Kp + i, rounded(load(kq[j].k + i), w.k_dtype));
+        }
+      }
+    }
+    for (int64_t h = x.h0; h < x.h1; ++h) {
+      const bool base = a.state.ptr && !seq.fresh;
+      if (base) {
+        with_type(a.state.dtype, [&](auto* type) {
+          using D = std::remove_pointer_t<decltype(type)>;
+          const D* S = head_of<D>(a.state, seq.row, h) + x.first * a.state.s_v;
+          const D* next = h + 1 < x.h1 ? S + a.state.s_h : static_cast<const D*>(next_state);
+          base_products(a.state, S, x.rows, K, kq, count, s.P, s.Q, kMaxRow, next);
+        });
+      }
+      float* g_ring = s.g + (h - x.h0) * kMaxWindow;
+      for (int64_t j = 0; j < count; ++j) {
+        const int64_t t = t0 + j;
+        const RawGates gates = tokens.gates(t, h);
+        Weights m;
+        weigh(g_ring, s.before[j], R, gates.g, m);
+        for (int64_t i = 0; i < m.n; ++i) {
+          c[i] = m.w[i] * s.dk[j * kMaxWindow + m.place[i]];
+          d[i] = m.w[i] * s.dq[j * kMaxWindow + m.place[i]];
+        }
+        const float* v = tokens.value(t, h, x.first, x.rows);
+        const WindowToken token{&m, c, d, base ? s.P + j * kMaxRow : nullptr,
+                                base ? s.Q + j * kMaxRow : nullptr, v, gates.beta, kq[j].kq, a.scale};
+        Entries after = s.before[j];
+        const int64_t slot = append(after, R);
+        with_type(w.u_dtype, [&](auto* type) {
+          using U = std::remove_pointer_t<decltype(type)>;
+          U* u = window_updates<U>(w, seq.row, h) + x.first;
+          const U* next = j + 1 == count && h + 1 < a.HV ? u + w.su_h : nullptr;
+          mix_head(u, w.su_r, token, x.rows, slot, o, next);
+        });
+        g_ring[slot] = kept_gate(a, seq, t, gates.g);
+        tokens.output(t, h, x.first, x.rows, o);
+      }
+    }
+    if (last) {
+      for (int64_t j = 0; j < count; ++j) {
+        Entries after = s.before[j];
+        const int64_t slot = append(after, R);
+        store_key(w, seq.row, x.hk, slot, K, kq[j].k);
+        for (int64_t h = x.h0; h < x.h1; ++h) {
+          window_gates(w, seq.row, h)[slot * w.sg_r] = s.g[(h - x.h0) * kMaxWindow + slot];
+        }
+      }
+    }
+    start = e;
+  }
+}
+
+// Keys and gates of a sequence whose key head was computed by several tasks.
+template <class Tokens>
+static void store_entries(const RecurrentArgs& a, const Sequence& seq, int64_t hk, Tokens& tokens,
+                          KeyQuery* scratch) {
+  const Window& w = a.window;
+  const int64_t T = seq.end - seq.start, ratio = a.HV / a.H;
+  Entries e = live_entries(w, seq, a.seqs.num_accepted.ptr != nullptr);
+  if (folds(a, e, T)) e = {};
+  for (int64_t t = seq.start; t < seq.end; ++t) {
+    const int64_t slot = append(e, w.R);
+    if (t < seq.end - w.R) continue;  // overwritten by a later token of this call
+    store_key(w, seq.row, hk, slot, a.K, tokens.keys(t, 1, hk, scratch)->k);
+    for (int64_t h = hk * ratio; h < (hk + 1) * ratio; ++h) {
+      window_gates(w, seq.row, h)[slot * w.sg_r] = kept_gate(a, seq, t, tokens.gates(t, h).g);
+    }
+  }
+}
+
+// The counts, once every task of every sequence is done.
+static void store_fills(const RecurrentArgs& a) {
+  const Window& w = a.window;
+  for (int64_t n = 0; n < a.seqs.N; ++n) {
+    const Sequence seq = sequence_of(a.seqs, n, 0);
+    const int64_t T = seq.end - seq.start;
+    if (seq.row < 0 || T <= 0) continue;
+    Entries e = live_entries(w, seq, a.seqs.num_accepted.ptr != nullptr);
+    if (folds(a, e, T)) e = {};
+    const int64_t over = e.fill + T - w.R;
+    if (over > 0) e = {w.R, (e.head + over) % w.R};
+    else e.fill += T;
+    w.fill[seq.row * w.s_fill] = pack_fill({static_cast<int32_t>(e.fill),
+                                            static_cast<int32_t>(T < 256 ? T - 1 : 255),
+                                            static_cast<int32_t>(e.head)});
+  }
+}
+
+static int64_t most_tokens(const Sequences& s) {
+  int64_t most = s.cu_seqlens.ptr ? 0 : s.T;
+  for (int64_t n = 0; s.cu_seqlens.ptr && n < s.N; ++n) {
+    const int64_t T = at(s.cu_seqlens, n + 1) - at(s.cu_seqlens, n);
+    most = T > most ? T : most;
+  }
+  return most < kSegment ? most : kSegment;
+}
+
+// Pieces a key head falls into: all of it, or blocks of rows of one value head.
+struct WindowPieces {
+  int64_t rows, blocks, count;
+  bool whole;
+  WindowPieces(const RecurrentArgs& a, int threads) {
+    const int64_t ratio = a.HV / a.H, tasks = a.seqs.N * a.H;
+    whole = threads == 1 || tasks >= 4 * threads || tasks % threads == 0;
+    rows = whole ? a.V : rows_per_task(tasks * ratio, a.V, threads);
+    blocks = (a.V + rows - 1) / rows;
+    count = whole ? 1 : ratio * blocks;
+  }
+  WindowTask task(const RecurrentArgs& a, int64_t i) const {
+    const int64_t ratio = a.HV / a.H, key = i / count, piece = i % count;
+    const int64_t n = key / a.H, hk = key % a.H;
+    if (whole) return {n, hk, hk * ratio, (hk + 1) * ratio, 0, a.V};
+    const int64_t h = hk * ratio + piece / blocks, first = piece % blocks * rows;
+    return {n, hk, h, h + 1, first, a.V - first < rows ? a.V - first : rows};
+  }
+};
+
+// Inputs straight from tensors.
+struct TensorTokens {
+  const RecurrentArgs& a;
+  int64_t b = 0;
+  float v[kMaxRow];
+
+  const KeyQuery* keys(int64_t t, int64_t n, int64_t hk, KeyQuery* scratch) const {
+    for (int64_t j = 0; j < n; ++j) {
+      load_row(a.k, b, t + j, hk, a.K, scratch[j].k);
+      load_row(a.q, b, t + j, hk, a.K, scratch[j].q);
+      finish_key_query(scratch[j], a.K, a.l2norm);
+    }
+    return scratch;
+  }
+  const float* value(int64_t t, int64_t h, int64_t first, int64_t rows) {
+    load_row(from_column(a.v, first), b, t, h, rows, v);
+    return v;
+  }
+  RawGates gates(int64_t t, int64_t h) const { return raw_gates(a.gates, b, t, h); }
+  void output(int64_t t, int64_t h, int64_t first, int64_t rows, const float* o) const {
+    store_row(a.out, b, t, h, first, rows, o);
+  }
+};
+
+static const void* base_of(const RecurrentArgs& a, const WindowTask& x) {
+  if (!a.state.ptr) return nullptr;
+  const Sequence seq = sequence_of(a.seqs, x.n, 0);
+  if (seq.row < 0) return nullptr;
+  const int64_t item = a.state.dtype == DType::f32 ? 4 : 2;
+  return static_cast<const char*>(a.state.ptr) +
+         (seq.row * a.state.s_p + x.h0 * a.state.s_h + x.first * a.state.s_v) * item;
+}
+
+// recurrent_buffered and recurrent_lowrank.
+static void recurrent_window(const RecurrentArgs& a, const Parallel& parallel) {
+  const WindowPieces pieces(a, parallel.threads);
+  const int64_t most = most_tokens(a.seqs), ratio = a.HV / a.H;
+  if (most == 0) return;
+  auto body = [&](int64_t begin, int64_t end) {
+    WindowScratch scratch(most, a.window.R, a.K, ratio, a.state.ptr != nullptr);
+    TensorTokens tokens{a};
+    const float zeros[kMaxRow] = {};
+    for (int64_t i = begin; i < end; ++i) {
+      const WindowTask x = pieces.task(a, i);
+      const Sequence seq = sequence_of(a.seqs, x.n, 0);
+      tokens.b = seq.b;
+      if (seq.row < 0) {
+        for (int64_t t = seq.start; t < seq.end; ++t) {
+          for (int64_t h = x.h0; h < x.h1; ++h) tokens.output(t, h, x.first, x.rows, zeros);
+        }
+      } else if (seq.end > seq.start) {
+        const void* next = i + 1 < end ? base_of(a, pieces.task(a, i + 1)) : nullptr;
+        window_task(a, seq, x, tokens, scratch, pieces.whole, next);
+      }
+    }
+  };
+  parallel_for(parallel, a.seqs.N * a.H * pieces.count, body);
+  if (!pieces.whole) {
+    auto finish = [&](int64_t begin, int64_t end) {
+      TensorTokens tokens{a};
+      KeyQuery scratch;
+      for (int64_t i = begin; i < end; ++i) {
+        const Sequence seq = sequence_of(a.seqs, i / a.H, 0);
+        tokens.b = seq.b;
+        if (seq.row >= 0) store_entries(a, seq, i % a.H, tokens, &scratch);
+      }
+    };
+    parallel_for(parallel, a.seqs.N * a.H, finish);
+  }
+  store_fills(a);
+}
+
+static void window_flush(const RecurrentArgs& a, const Parallel& parallel) {
+  const Window& w = a.window;
+  auto body = [&](int64_t begin, int64_t end) {
+    WindowScratch s(0, w.R, a.K, 1, true);
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t h = i % a.HV, hk = h / (a.HV / a.H);
+      const Sequence seq = sequence_of(a.seqs, i / a.HV);
+      if (seq.row < 0) continue;
+      const Entries e = live_entries(w, seq, false);
+      if (e.fill == 0) continue;
+      load_ring(w, seq.row, hk, e, a.K, s.ring);
+      const float* g = window_gates(w, seq.row, h);
+      for (int64_t p = 0; p < e.fill; ++p) {
+        const int64_t slot = slot_of(e, w.R, p);
+        s.g[slot] = g[slot * w.sg_r];
+      }
+      fold_head(a.state, w, seq.row, h, 0, a.V, a.K, e, s.ring, s.g, s.wu);
+    }
+  };
+  parallel_for(parallel, a.seqs.N * a.HV, body);
+}
+
+// decode_buffered and decode_lowrank: the inputs come from the convolution of decode.h, the outputs go
+// through its gated norm.
+struct DecodedTokens {
+  const RecurrentArgs& a;
+  const Sequence& seq;
+  int64_t h0;          // first value head of the key head
+  const KeyQuery* kq;  // [tokens]
+  const float* v;      // [ratio][tokens][kMaxRow]
+  float* o;            // same
+
+  int64_t row(int64_t t, int64_t h) const {
+    return ((h - h0) * (seq.end - seq.start) + t - seq.start) * kMaxRow;
+  }
+  const KeyQuery* keys(int64_t t, int64_t, int64_t, KeyQuery*) const { return kq + (t - seq.start); }
+  const float* value(int64_t t, int64_t h, int64_t first, int64_t) const {
+    return v + row(t, h) + first;
+  }
+  RawGates gates(int64_t t, int64_t h) const { return raw_gates(a.gates, seq.b, t, h); }
+  void output(int64_t t, int64_t h, int64_t first, int64_t rows, const float* y) const {
+    std::memcpy(o + row(t, h) + first, y, sizeof(float) * rows);
+  }
+};
+
+static void decode_window(const DecodeArgs& a, const Parallel& parallel) {
+  const RecurrentArgs& r = a.recurrent;
+  const DecodeHead head{a, r.HV / r.H};
+  const WindowPieces pieces(r, parallel.threads);
+  const int64_t ratio = head.ratio, keys = r.seqs.N * r.H, most = most_tokens(r.seqs);
+  const bool has_base = r.state.ptr != nullptr;
+  if (most == 0) return;
+  const int64_t v_floats = ratio * most * kMaxRow;  // of one key head
+  struct Buffers {
+    KeyQuery* kq;
+    float *v, *o;
+    Buffers(int64_t tokens, int64_t floats) {
+      kq = static_cast<KeyQuery*>(std::aligned_alloc(64, sizeof(KeyQuery) * tokens));
+      v = static_cast<float*>(std::malloc(sizeof(float) * 2 * floats));
+      o = v + floats;
+    }
+    Buffers(const Buffers&) = delete;
+    Buffers& operator=(const Buffers&) = delete;
+    ~Buffers() {
+      std::free(v);
+      std::free(kq);
+    }
+  };
+  auto alive = [&](const Sequence& seq, int64_t key) {
+    if (seq.row >= 0 && seq.end > seq.start) return true;
+    head.zeros(seq, key % r.H);
+    return false;
+  };
+  auto norm = [&](const Sequence& seq, int64_t hk, float* o, const float* weight) {
+    const int64_t T = seq.end - seq.start;
+    for (int64_t j = 0; j < ratio * T; ++j) {
+      head.finish(seq, seq.start + j % T, hk * ratio + j / T, o + j * kMaxRow, weight);
+    }
+  };
+  float weight[kMaxRow];
+  load_params(a.norm_weight, 0, r.V, weight);
+
+  if (pieces.whole) {
+    auto body = [&](int64_t begin, int64_t end) {
+      WindowScratch scratch(most, r.window.R, r.K, ratio, has_base);
+      Buffers buffers(most, v_floats);
+      Taps taps;
+      for (int64_t key = begin; key < end; ++key) {
+        const WindowTask x = pieces.task(r, key);
+        const Sequence seq = sequence_of(r.seqs, x.n, 0);
+        if (!alive(seq, key)) continue;
+        head.inputs(conv_sequence(a, x.n), x.hk, taps, buffers.kq, buffers.v);
+        DecodedTokens tokens{r, seq, x.h0, buffers.kq, buffers.v, buffers.o};
+        const void* next = key + 1 < end ? base_of(r, pieces.task(r, key + 1)) : nullptr;
+        window_task(r, seq, x, tokens, scratch, true, next);
+        norm(seq, x.hk, buffers.o, weight);
+      }
+    };
+    parallel_for(parallel, keys, body);
+    store_fills(r);
+    return;
+  }
+
+  Buffers buffers(most * keys, v_floats * keys);
+  auto tokens_of = [&](const Sequence& seq, int64_t key) {
+    return DecodedTokens{r, seq, key % r.H * ratio, buffers.kq + key * most,
+                         buffers.v + key * v_floats, buffers.o + key * v_floats};
+  };
+  auto front = [&](int64_t begin, int64_t end) {
+    Taps taps;
+    for (int64_t key = begin; key < end; ++key) {
+      const Sequence seq = sequence_of(r.seqs, key / r.H, 0);
+      if (!alive(seq, key)) continue;
+      head.inputs(conv_sequence(a, key / r.H), key % r.H, taps, buffers.kq + key * most,
+                  buffers.v + key * v_floats);
+    }
+  };
+  parallel_for(parallel, keys, front);
+  auto middle = [&](int64_t begin, int64_t end) {
+    WindowScratch scratch(most, r.window.R, r.K, 1, has_base);
+    for (int64_t i = begin; i < end; ++i) {
+      const WindowTask x = pieces.task(r, i);
+      const Sequence seq = sequence_of(r.seqs, x.n, 0);
+      if (seq.row < 0 || seq.end <= seq.start) continue;
+      DecodedTokens tokens = tokens_of(seq, i / pieces.count);
+      window_task(r, seq, x, tokens, scratch, false, nullptr);
+    }
+  };
+  parallel_for(parallel, keys * pieces.count, middle);
+  auto back = [&](int64_t begin, int64_t end) {
+    for (int64_t key = begin; key < end; ++key) {
+      const Sequence seq = sequence_of(r.seqs, key / r.H, 0);
+      if (seq.row < 0 || seq.end <= seq.start) continue;
+      DecodedTokens tokens = tokens_of(seq, key);
+      store_entries(r, seq, key % r.H, tokens, nullptr);
+      norm(seq, key % r.H, tokens.o, weight);
+    }
+  };
+  parallel_for(parallel, keys, back);
+  store_fills(r);
+}
