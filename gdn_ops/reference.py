@@ -352,7 +352,9 @@ class _WindowRow:
         for i in range(packed & 255):
             slot = (self.head + i) % self.R
             key = self.k[row, :, slot].to(dtype).repeat_interleave(self.ratio, dim=0)
-            self.entries.append((key, self.u[row, :, slot].to(dtype), self.g[row, :, slot].to(dtype)))
+            self.entries.append(
+                (key, self.u[row, :, slot].to(dtype), self.g[row, :, slot].to(dtype))
+            )
 
     def state(self, base: Tensor) -> Tensor:
         """The state that the entries make of ``base [HV, V, K]``."""
@@ -511,10 +513,11 @@ def window_reset(win_fill: Tensor, state_indices: Tensor | None = None) -> Tenso
     return fill
 
 
-def _decode_window(projected, conv_weight, conv_bias, A_log, dt_bias, norm_weight, conv_state, state,
-                   window, num_k_heads, head_k_dim, state_indices=None, has_initial_state=None,
-                   cu_seqlens=None, num_accepted=None, scale=None, qk_l2norm=True, eps=1e-6,
-                   activation="silu", conv_leading=False, dtype=torch.float64):  # fmt: skip
+def _decode_window(projected, conv_weight, conv_bias, A_log, dt_bias, norm_weight, conv_state,
+                   state, window, num_k_heads, head_k_dim, state_indices=None,
+                   has_initial_state=None, cu_seqlens=None, num_accepted=None, scale=None,
+                   qk_l2norm=True, eps=1e-6, activation="silu", conv_leading=False,
+                   dtype=torch.float64):  # fmt: skip
     HV, V = window[1].shape[1], window[1].shape[3]
     C = 2 * num_k_heads * head_k_dim + HV * V
     mixed, z, b, a = projected.split([C, HV * V, HV, HV], dim=-1)
