@@ -16,9 +16,12 @@ from pathlib import Path
 import torch
 from packaging.version import Version
 from setuptools import setup
-from torch.utils.cpp_extension import BuildExtension, CppExtension
+from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, CUDAExtension
 
 ROOT = Path(__file__).parent
+sys.path.insert(0, str(ROOT))  # isolated builds do not put it there
+
+import build_xpu  # noqa: E402
 
 
 def sources(*patterns: str) -> list[str]:
@@ -47,6 +50,19 @@ class Build(BuildExtension):
         )
 
 
+def with_cuda() -> bool:
+    """Whether the CUDA backend is built: asked for, or possible and not ruled out."""
+    asked = os.environ.get("GDN_BACKEND", "")
+    nvcc = CUDA_HOME is not None and (Path(CUDA_HOME) / "bin" / "nvcc").exists()
+    possible = torch.version.cuda is not None and nvcc
+    if asked == "cuda" and not possible:
+        raise RuntimeError(
+            "GDN_BACKEND=cuda: expected a torch built with CUDA and its nvcc, got torch "
+            f"{torch.__version__} (CUDA {torch.version.cuda}), CUDA_HOME = {CUDA_HOME}"
+        )
+    return asked == "cuda" or (asked == "" and possible)
+
+
 # The headers of torch 2.14 are C++20; those of 2.5 are not, and its compilers need not be.
 STANDARD = "-std=c++20" if Version(torch.__version__).release >= (2, 14) else "-std=c++17"
 BACKENDS = ["cpu"]
@@ -63,13 +79,34 @@ FLAGS = [
     "-Wno-psabi",
     "-Wno-c++20-extensions",
 ]
-extension = CppExtension(
-    "gdn_ops._C",
-    sources("csrc/*.cpp", "csrc/cpu/*.cpp"),
-    extra_compile_args=FLAGS,
-    extra_link_args=["-fopenmp"],
-    py_limited_api=True,
-)
+if with_cuda():
+    BACKENDS.append("cuda")
+    if not torch.cuda.is_available():
+        # No device to ask: every generation the kernels are written for.
+        os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0;9.0;10.0+PTX")
+    extension = CUDAExtension(
+        "gdn_ops._C",
+        sources("csrc/*.cpp", "csrc/cpu/*.cpp", "csrc/cuda/*.cpp", "csrc/cuda/kernels/*.cu"),
+        extra_compile_args={"cxx": FLAGS, "nvcc": ["-O3", STANDARD]},
+        extra_link_args=["-fopenmp"],
+        py_limited_api=True,
+    )
+else:
+    extension = CppExtension(
+        "gdn_ops._C",
+        sources("csrc/*.cpp", "csrc/cpu/*.cpp"),
+        extra_compile_args=FLAGS,
+        extra_link_args=["-fopenmp"],
+        py_limited_api=True,
+    )
+
+BACKEND = os.environ.get("GDN_BACKEND", "")
+if BACKEND == "xpu-twin":
+    build_xpu.add_twin(extension)
+    BACKENDS.append("xpu-twin")
+elif BACKEND == "xpu":
+    build_xpu.add_vendor(extension, ROOT / "build" / "xpu")
+    BACKENDS.append("xpu")
 
 setup(
     ext_modules=[extension],

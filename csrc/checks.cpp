@@ -168,12 +168,13 @@ Sequences sequences_of(const char* op, int64_t B, int64_t T, int64_t P, const Se
   return s;
 }
 
-StatePool state_pool(const char* op, const at::Tensor& t, int64_t HV, int64_t V, int64_t K) {
+StatePool state_pool(const char* op, const at::Tensor& t, int64_t HV, int64_t V, int64_t K,
+                     bool read_only = false) {
   check_dim(op, "state", t, 4, "[P, HV, V, K]");
   check_size(op, "state", t, 1, HV, "HV");
   check_size(op, "state", t, 2, V, "V");
   check_size(op, "state", t, 3, K, "K");
-  check_writable(op, "state", t);
+  if (!read_only) check_writable(op, "state", t);
   TORCH_CHECK(unit_stride(t, 3) || unit_stride(t, 2), op,
               ": state: expected [P, HV, V, K] with K contiguous, or the transposed view of a "
               "[P, HV, K, V] pool, got strides ",
@@ -402,11 +403,12 @@ at::ScalarType scalar_type(DType d) {
   return d == DType::f32 ? at::kFloat : d == DType::bf16 ? at::kBFloat16 : at::kHalf;
 }
 
-RecurrentArgs recurrent_args(const char* op, const at::Tensor& q, const at::Tensor& k,
-                             const at::Tensor& v, const GateTensors& gates,
-                             const at::Tensor* state, const WindowTensors* window,
-                             const SeqTensors& seq, std::optional<double> scale, bool qk_l2norm) {
-  refuse_grad(op, {&q, &k, &v, &gates.g, &gates.beta, gates.A_log, gates.dt_bias, state});
+// Tokens, gates, pool, window and sequences; `read_only`: the pool is not written.
+static RecurrentArgs sequence_inputs(const char* op, const at::Tensor& q, const at::Tensor& k,
+                                     const at::Tensor& v, const GateTensors& gates,
+                                     const at::Tensor* state, bool read_only,
+                                     const WindowTensors* window, const SeqTensors& seq,
+                                     std::optional<double> scale, bool qk_l2norm) {
   check_dim(op, "q", q, 4, "[B, T, H, K]");
   check_dim(op, "k", k, 4, "[B, T, H, K]");
   check_dim(op, "v", v, 4, "[B, T, HV, V]");
@@ -431,7 +433,7 @@ RecurrentArgs recurrent_args(const char* op, const at::Tensor& q, const at::Tens
   int64_t P = 0;
   if (state) {
     check_device(op, "state", *state, q);
-    a.state = state_pool(op, *state, a.HV, a.V, a.K);
+    a.state = state_pool(op, *state, a.HV, a.V, a.K, read_only);
     P = a.state.P;
   }
   if (window) {
@@ -439,12 +441,9 @@ RecurrentArgs recurrent_args(const char* op, const at::Tensor& q, const at::Tens
     if (state) check_window_against_state(op, *state, *window);
     P = a.window.P;
   }
+  // A functional op without a state has a row for every sequence.
+  if (!state && !window) P = seq.cu_seqlens ? seq.cu_seqlens->numel() : B;
   a.seqs = sequences_of(op, B, T, P, seq, q);
-  if (!window) check_speculative(op, a.seqs);
-  if (window && state && !a.seqs.cu_seqlens.ptr) {
-    TORCH_CHECK(T <= a.window.R, op, ": expected T <= R = ", a.window.R, " tokens a call, got T = ",
-                T);
-  }
   a.q = activation_view(op, "q", q);
   a.k = activation_view(op, "k", k);
   a.v = activation_view(op, "v", v);
@@ -453,6 +452,92 @@ RecurrentArgs recurrent_args(const char* op, const at::Tensor& q, const at::Tens
                   : static_cast<float>(1.0 / std::sqrt(static_cast<double>(a.K)));
   a.l2norm = qk_l2norm;
   return a;
+}
+
+RecurrentArgs recurrent_args(const char* op, const at::Tensor& q, const at::Tensor& k,
+                             const at::Tensor& v, const GateTensors& gates,
+                             const at::Tensor* state, const WindowTensors* window,
+                             const SeqTensors& seq, std::optional<double> scale, bool qk_l2norm) {
+  refuse_grad(op, {&q, &k, &v, &gates.g, &gates.beta, gates.A_log, gates.dt_bias, state});
+  RecurrentArgs a =
+      sequence_inputs(op, q, k, v, gates, state, false, window, seq, scale, qk_l2norm);
+  if (!window) check_speculative(op, a.seqs);
+  if (window && state && !a.seqs.cu_seqlens.ptr) {
+    TORCH_CHECK(a.seqs.T <= a.window.R, op, ": expected T <= R = ", a.window.R,
+                " tokens a call, got T = ", a.seqs.T);
+  }
+  return a;
+}
+
+ChunkArgs chunk_args(const char* op, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                     const at::Tensor& g, const at::Tensor& beta, const ChunkTensors& t,
+                     std::optional<double> scale, bool qk_l2norm, int64_t chunk_size) {
+  TORCH_CHECK(chunk_size >= kMinChunk && chunk_size <= kMaxChunk, op, ": chunk_size: expected ",
+              kMinChunk, " to ", kMaxChunk, ", got ", chunk_size);
+  check_dim(op, "q", q, 4, "[B, T, H, K]");
+  check_dim(op, "v", v, 4, "[B, T, HV, V]");
+  if (t.initial_state) {
+    check_dim(op, "initial_state", *t.initial_state, 4, "[N, HV, V, K]");
+    TORCH_CHECK(t.initial_state->scalar_type() == at::kFloat, op,
+                ": initial_state: expected float32, got ", t.initial_state->scalar_type());
+    const int64_t N = t.cu_seqlens && t.cu_seqlens->dim() == 1 ? t.cu_seqlens->size(0) - 1 : q.size(0);
+    check_size(op, "initial_state", *t.initial_state, 0, N, "N");
+  }
+  const OptTensor none;
+  const SeqTensors seq{t.read_indices, t.has_initial_state, t.cu_seqlens, none};
+  const at::Tensor* pool = t.state ? t.state : t.initial_state ? &*t.initial_state : nullptr;
+  RecurrentArgs r;
+  if (pool && !t.state) {
+    // Only read, so an expanded or otherwise strided state is as good as any.
+    const bool rows = unit_stride(*pool, 3) || unit_stride(*pool, 2);
+    TORCH_CHECK(rows, op, ": initial_state: expected a contiguous K or V dimension, got strides ",
+                pool->strides());
+  }
+  r = sequence_inputs(op, q, k, v, {g, beta}, pool, !t.state, t.window, seq, scale, qk_l2norm);
+  ChunkArgs a;
+  a.seqs = r.seqs;
+  TORCH_CHECK(a.seqs.S == 0, op, ": read_indices: expected shape [N], got [N, ", a.seqs.S, "]");
+  a.H = r.H;
+  a.HV = r.HV;
+  a.K = r.K;
+  a.V = r.V;
+  a.C = chunk_size;
+  a.q = r.q;
+  a.k = r.k;
+  a.v = r.v;
+  a.gates = r.gates;
+  a.read = r.state;
+  if (t.state) a.write = r.state;
+  a.window = r.window;
+  a.scale = r.scale;
+  a.l2norm = r.l2norm;
+  if (t.write_indices) {
+    check_dim(op, "write_indices", *t.write_indices, 1, "[N]");
+    check_size(op, "write_indices", *t.write_indices, 0, a.seqs.N, "N");
+    a.write_indices = index_of(op, "write_indices", *t.write_indices, q);
+  }
+  if (t.edge_rows) {
+    check_dim(op, "edge_rows", *t.edge_rows, 2, "[N, E]");
+    check_size(op, "edge_rows", *t.edge_rows, 0, a.seqs.N, "N");
+    a.edge_rows = index_of(op, "edge_rows", *t.edge_rows, q);
+    a.edges = t.edge_rows->size(1);
+  }
+  return a;
+}
+
+void check_chunk_values(const char* op, const ChunkArgs& c) {
+  for (int64_t n = 0; n < c.seqs.N; ++n) {
+    if (c.write_indices.ptr) {
+      const int64_t row = at(c.write_indices, n);
+      TORCH_CHECK(row < c.write.P, op, ": write_indices: expected rows below P = ", c.write.P,
+                  ", got ", row, " for sequence ", n);
+    }
+    for (int64_t i = 0; i < c.edges; ++i) {
+      const int64_t row = at(c.edge_rows, n, i);
+      TORCH_CHECK(row < c.write.P, op, ": edge_rows: expected rows below P = ", c.write.P, ", got ",
+                  row, " for sequence ", n);
+    }
+  }
 }
 
 RecurrentArgs window_args(const char* op, const at::Tensor* state, const WindowTensors* window,

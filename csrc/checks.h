@@ -47,6 +47,21 @@ RecurrentArgs recurrent_args(const char* op, const at::Tensor& q, const at::Tens
                              const at::Tensor* state, const WindowTensors* window,
                              const SeqTensors& seq, std::optional<double> scale, bool qk_l2norm);
 
+// Chunked prefill. Functional: `state` null and `initial_state` [N, HV, V, K] f32 or absent; the caller
+// sets `write`. Pool form: `state` is read and written.
+struct ChunkTensors {
+  const OptTensor& initial_state;
+  const at::Tensor* state;
+  const OptTensor &read_indices, &write_indices, &has_initial_state, &cu_seqlens, &edge_rows;
+  const WindowTensors* window;
+};
+ChunkArgs chunk_args(const char* op, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                     const at::Tensor& g, const at::Tensor& beta, const ChunkTensors& t,
+                     std::optional<double> scale, bool qk_l2norm, int64_t chunk_size);
+
+// Host-readable metadata only: the rows of chunk_prefill exist.
+void check_chunk_values(const char* op, const ChunkArgs& c);
+
 // Only the pool, the window and the rows (window_flush, window_reset).
 RecurrentArgs window_args(const char* op, const at::Tensor* state, const WindowTensors* window,
                           const at::Tensor& fill, const OptTensor& state_indices);

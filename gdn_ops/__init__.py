@@ -4,7 +4,18 @@ from gdn_ops import _native
 
 _native.load()
 
+from gdn_ops import xpu_twin  # noqa: E402
+
+if xpu_twin.available():
+    # Named before anything looks kernels up by the name of their device.
+    xpu_twin.device()
+
 from gdn_ops._runtime import backends, get_precision, set_precision  # noqa: E402
+from gdn_ops.fla import (  # noqa: E402
+    chunk_gated_delta_rule,
+    fused_recurrent_gated_delta_rule,
+)
+from gdn_ops.ops.chunk import chunk, chunk_lowrank, chunk_prefill  # noqa: E402
 from gdn_ops.ops.conv import conv1d, conv_gating, short_conv  # noqa: E402
 from gdn_ops.ops.decode import decode  # noqa: E402
 from gdn_ops.ops.gates import gating  # noqa: E402
@@ -35,11 +46,16 @@ def __getattr__(name: str):
 
 __all__ = [
     "backends",
+    "chunk",
+    "chunk_gated_delta_rule",
+    "chunk_lowrank",
+    "chunk_prefill",
     "conv1d",
     "conv_gating",
     "decode",
     "decode_buffered",
     "decode_lowrank",
+    "fused_recurrent_gated_delta_rule",
     "gated_rms_norm",
     "gating",
     "get_precision",

@@ -15,6 +15,9 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "chunk",
+    "chunk_lowrank",
+    "chunk_prefill",
     "conv1d",
     "conv_gating",
     "decode",
@@ -581,3 +584,134 @@ def decode_lowrank(
         (win_k, win_u, win_g, win_fill), *args, **kwargs,
     )  # fmt: skip
     return y, conv_pool, window
+
+
+def chunk(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    scale: float | None = None,
+    qk_l2norm: bool = False,
+    chunk_size: int = 64,
+    *,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[Tensor, Tensor]:
+    """:func:`recurrent` from a given state; chunk size changes nothing. ``(o, final)``."""
+    N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    if initial_state is None:
+        initial_state = torch.zeros(N, v.shape[2], v.shape[3], q.shape[3], dtype=dtype)
+    return recurrent(
+        q, k, v, g, beta, initial_state, None, None, cu_seqlens, None, scale, qk_l2norm, dtype=dtype
+    )
+
+
+def chunk_prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    read_indices: Tensor | None = None,
+    write_indices: Tensor | None = None,
+    has_initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    edge_rows: Tensor | None = None,
+    scale: float | None = None,
+    qk_l2norm: bool = False,
+    chunk_size: int = 64,
+    *,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[Tensor, Tensor]:
+    """Prefill from read rows to write rows and edge rows. Returns ``(o, new state pool)``."""
+    B, T = q.shape[:2]
+    pool = state.to(dtype).clone()
+    out = torch.zeros(B, T, *v.shape[2:], dtype=dtype)
+    for n, (b, start, end) in enumerate(sequence_slices(B, T, cu_seqlens)):
+        row = _row(read_indices, n)
+        if row < 0:
+            continue
+        S = state[row : row + 1].to(dtype)
+        if has_initial_state is not None and not bool(has_initial_state[n]):
+            S = torch.zeros_like(S)
+        for i, t in enumerate(range(start, end, chunk_size)):
+            stop = min(t + chunk_size, end)
+            part = [x[b : b + 1, t:stop] for x in (q, k, v, g, beta)]
+            o, S = chunk(*part, S, None, scale, qk_l2norm, dtype=dtype)
+            out[b, t:stop] = o[0]
+            full = stop - t == chunk_size
+            if full and edge_rows is not None and i < edge_rows.shape[1] and edge_rows[n, i] >= 0:
+                pool[int(edge_rows[n, i])] = S[0]
+        target = row if write_indices is None else int(write_indices[n])
+        if target >= 0:
+            pool[target] = S[0]
+    return out, pool
+
+
+def chunk_lowrank(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    win_k: Tensor,
+    win_u: Tensor,
+    win_g: Tensor,
+    win_fill: Tensor,
+    state_indices: Tensor | None = None,
+    has_initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    scale: float | None = None,
+    qk_l2norm: bool = False,
+    chunk_size: int = 64,
+    *,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Chunks start from the window's R updates. ``(o, win_k, win_u, win_g, win_fill)``."""
+    B, T, H, K = q.shape
+    HV, V = v.shape[2:]
+    R = win_k.shape[2]
+    scale = K**-0.5 if scale is None else scale
+    qd, kd, vd, gd, bd = (x.to(dtype) for x in (q, k, v, g, beta))
+    if qk_l2norm:
+        qd, kd = l2norm(qd), l2norm(kd)
+    new_k, new_u, new_g, new_fill = (x.clone() for x in (win_k, win_u, win_g, win_fill))
+    new_k, new_u, new_g = new_k.to(dtype), new_u.to(dtype), new_g.to(dtype)
+    out = torch.zeros(B, T, HV, V, dtype=dtype)
+    for n, (b, start, end) in enumerate(sequence_slices(B, T, cu_seqlens)):
+        row = _row(state_indices, n)
+        if row < 0 or end == start:
+            continue
+        fill, head = int(win_fill[row]) & 255, int(win_fill[row]) >> 16
+        if has_initial_state is not None and not bool(has_initial_state[n]):
+            fill = 0
+        slots = [(head + i) % R for i in range(fill)]
+        ks = [new_k[row, :, s].clone() for s in slots]
+        us = [new_u[row, :, s].clone() for s in slots]
+        gs = [new_g[row, :, s].clone() for s in slots]
+        for t0 in range(start, end, chunk_size):
+            S = torch.zeros(HV, V, K, dtype=dtype)
+            for key, u, own in zip(ks, us, gs, strict=True):
+                key = key.repeat_interleave(HV // H, 0)
+                S = own.exp()[:, None, None] * S + u[:, :, None] * key[:, None, :]
+            for t in range(t0, min(t0 + chunk_size, end)):
+                key, query = (x[b, t].repeat_interleave(HV // H, 0) for x in (kd, qd))
+                S = gd[b, t].exp()[:, None, None] * S
+                u = bd[b, t][:, None] * (vd[b, t] - torch.einsum("hvk,hk->hv", S, key))
+                S = S + u[:, :, None] * key[:, None, :]
+                out[b, t] = scale * torch.einsum("hvk,hk->hv", S, query)
+                ks.append(kd[b, t])
+                us.append(u)
+                gs.append(gd[b, t])
+            ks, us, gs = ([x.clone() for x in y[-R:]] for y in (ks, us, gs))
+            # What later chunks see is what the window stores.
+            ks = [x.to(win_k.dtype).to(dtype) for x in ks]
+            us = [x.to(win_u.dtype).to(dtype) for x in us]
+        for i, (key, u, own) in enumerate(zip(ks, us, gs, strict=True)):
+            new_k[row, :, i], new_u[row, :, i], new_g[row, :, i] = key, u, own
+        new_fill[row] = len(ks)
+    return out, new_k, new_u, new_g, new_fill

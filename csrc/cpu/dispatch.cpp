@@ -1,6 +1,7 @@
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
+#include <new>
 #include <stdexcept>
 
 #include "table.h"
@@ -70,6 +71,24 @@ std::atomic<Precision>& current_precision() {
 }
 
 }  // namespace
+
+float* thread_scratch(int64_t floats) {
+  struct Block {
+    float* data = nullptr;
+    int64_t size = 0;
+    ~Block() { std::free(data); }
+  };
+  thread_local Block block;
+  if (floats > block.size) {
+    std::free(block.data);
+    block.size = 0;
+    const size_t bytes = (static_cast<size_t>(floats) * sizeof(float) + 4095) / 4096 * 4096;
+    block.data = static_cast<float*>(std::aligned_alloc(4096, bytes));
+    if (!block.data) throw std::bad_alloc();
+    block.size = bytes / sizeof(float);
+  }
+  return block.data;
+}
 
 const Kernels& kernels() {
   static const Kernels* const chosen = choose();

@@ -4,6 +4,7 @@
 #include <torch/library.h>
 
 #include "../checks.h"
+#include "../chunk_aten.h"
 #include "../index.h"
 #include "table.h"
 
@@ -271,6 +272,70 @@ Tensor decode_lowrank(const Tensor& projected, const Tensor& conv_weight,
                            qk_l2norm, eps, activation, conv_leading);
 }
 
+std::tuple<Tensor, Tensor> chunk(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g,
+                                 const Tensor& beta, const OptTensor& initial_state,
+                                 const OptTensor& cu_seqlens, std::optional<double> scale,
+                                 bool qk_l2norm, int64_t chunk_size) {
+  if (q.scalar_type() == at::kDouble) {
+    return chunk_forward_aten(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm,
+                              chunk_size);
+  }
+  const OptTensor none;
+  ChunkArgs a = chunk_args("chunk", q, k, v, g, beta,
+                           {initial_state, nullptr, none, none, none, cu_seqlens, none, nullptr},
+                           scale, qk_l2norm, chunk_size);
+  check_values("chunk", a.seqs);
+  Tensor out = new_output(v, v.sizes());
+  Tensor final_state = at::empty({a.seqs.N, a.HV, a.V, a.K}, v.options().dtype(at::kFloat));
+  a.out = view_of(out, a.V);
+  a.write.ptr = final_state.data_ptr();
+  a.write.P = a.seqs.N;
+  a.write.s_p = a.HV * a.V * a.K;
+  a.write.s_h = a.V * a.K;
+  a.write.s_v = a.K;
+  a.write.s_k = 1;
+  kernels().chunk(a, threads());
+  return {out, final_state};
+}
+
+Tensor chunk_prefill(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g,
+                     const Tensor& beta, Tensor& state, const OptTensor& read_indices,
+                     const OptTensor& write_indices, const OptTensor& has_initial_state,
+                     const OptTensor& cu_seqlens, const OptTensor& edge_rows,
+                     std::optional<double> scale, bool qk_l2norm, int64_t chunk_size) {
+  refuse_grad("chunk_prefill", {&q, &k, &v, &g, &beta, &state});
+  const OptTensor none;
+  ChunkArgs a = chunk_args("chunk_prefill", q, k, v, g, beta,
+                           {none, &state, read_indices, write_indices, has_initial_state,
+                            cu_seqlens, edge_rows, nullptr},
+                           scale, qk_l2norm, chunk_size);
+  check_values("chunk_prefill", a.seqs);
+  check_chunk_values("chunk_prefill", a);
+  Tensor out = new_output(v, v.sizes());
+  a.out = view_of(out, a.V);
+  kernels().chunk(a, threads());
+  return out;
+}
+
+Tensor chunk_lowrank(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g,
+                     const Tensor& beta, Tensor& win_k, Tensor& win_u, Tensor& win_g,
+                     Tensor& win_fill, const OptTensor& state_indices,
+                     const OptTensor& has_initial_state, const OptTensor& cu_seqlens,
+                     std::optional<double> scale, bool qk_l2norm, int64_t chunk_size) {
+  refuse_grad("chunk_lowrank", {&q, &k, &v, &g, &beta, &win_k, &win_u, &win_g});
+  const OptTensor none;
+  const WindowTensors window{win_k, win_u, win_g, win_fill};
+  ChunkArgs a = chunk_args("chunk_lowrank", q, k, v, g, beta,
+                           {none, nullptr, state_indices, none, has_initial_state, cu_seqlens, none,
+                            &window},
+                           scale, qk_l2norm, chunk_size);
+  check_values("chunk_lowrank", a.seqs);
+  Tensor out = new_output(v, v.sizes());
+  a.out = view_of(out, a.V);
+  kernels().chunk_lowrank(a, threads());
+  return out;
+}
+
 void set_precision_op(const std::string& mode) {
   TORCH_CHECK(mode == "exact" || mode == "fast" || mode == "auto",
               "set_precision: expected 'exact', 'fast' or 'auto', got '", mode, "'");
@@ -309,6 +374,10 @@ TORCH_LIBRARY_IMPL(gdn, CPU, m) {
   m.impl("window_reset", &window_reset);
   m.impl("decode_buffered", &decode_buffered);
   m.impl("decode_lowrank", &decode_lowrank);
+  m.impl("chunk", &chunk);
+  m.impl("chunk_prefill", &chunk_prefill);
+  m.impl("chunk_lowrank", &chunk_lowrank);
+  m.impl("chunk_backward", &chunk_backward_aten);
 }
 
 // These take no tensor, so no key selects them.

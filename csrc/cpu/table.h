@@ -27,6 +27,8 @@ struct Kernels {
   void (*recurrent_window)(const RecurrentArgs&, const Parallel&);
   void (*window_flush)(const RecurrentArgs&, const Parallel&);
   void (*decode_window)(const DecodeArgs&, const Parallel&);
+  void (*chunk)(const ChunkArgs&, const Parallel&);
+  void (*chunk_lowrank)(const ChunkArgs&, const Parallel&);
 };
 
 // Every level compiled in, best first; the last one runs anywhere.

@@ -8,6 +8,7 @@
 #include "decode.h"
 #include "sweep.h"
 #include "windows.h"
+#include "chunk.h"
 
 #define GDN_STRINGIFY_(x) #x
 #define GDN_STRINGIFY(x) GDN_STRINGIFY_(x)
@@ -15,5 +16,5 @@
 extern const Kernels table;
 const Kernels table = {
     GDN_STRINGIFY(GDN_ISA), GDN_ISA_DESCRIPTION, supported, recurrent, gating, short_conv, conv_gating,
-    gated_rms_norm, decode, sweep, recurrent_window, window_flush, decode_window,
+    gated_rms_norm, decode, sweep, recurrent_window, window_flush, decode_window, chunk, chunk_lowrank,
 };

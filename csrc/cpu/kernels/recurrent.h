@@ -105,10 +105,9 @@ static void step_row_range(T* S, int64_t s_v, int64_t n, int64_t K, const TokenI
       const F kv = load(k + i), qv = load(q + i);
       add_products(coming + i, s_v, kv, qv, sums, lanes);
       rewrite<kRowBlock>(block + i, s_v, kv, u, decay, lanes);
-      if (i * sizeof(T) % 64 == 0) {
-#pragma GCC unroll 4
-        for (int j = 0; j < kRowBlock; ++j) prefetch_l2(ahead + j * s_v + i);
-      }
+      // Four rows of the future as two streams, spread over the loop so that they never queue up.
+      prefetch_l2(ahead + 2 * i);
+      prefetch_l2(ahead + 2 * s_v + 2 * i);
     });
   }
   for (int64_t r = whole; r < n; ++r) {

@@ -1,0 +1,61 @@
+"""Timing on a CUDA device: graph replays, medians, copy bandwidth."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+
+import torch
+
+
+def copy_bandwidth(gib: int = 4, repeats: int = 9) -> float:
+    """Bytes a second, read + written, of a plain device-to-device copy (median of ``repeats``).
+
+    Not captured: the same copy inside a CUDA graph is a memcpy node and runs at two thirds of it.
+    """
+    a = torch.empty(gib << 28, dtype=torch.float32, device="cuda").normal_()
+    b = torch.empty_like(a)
+    times = []
+    for i in range(repeats + 2):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        b.copy_(a)
+        end.record()
+        end.synchronize()
+        if i >= 2:
+            times.append(start.elapsed_time(end) / 1e3)
+    return 2 * a.numel() * 4 / statistics.median(times)
+
+
+def graph_time(
+    calls: Sequence[Callable[[], object]], repeats: int = 9, least: int = 8
+) -> tuple[float, float]:
+    """Seconds a call (median, and half the spread) of ``calls`` replayed in turn from one graph.
+
+    ``calls`` address different memory, more than the L2 cache holds, so that no call finds its data
+    there.
+    """
+    rounds = max(1, -(-least // len(calls)))
+    for call in calls[:2]:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(rounds):
+            for call in calls:
+                call()
+    times = []
+    for i in range(repeats + 2):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        if i >= 2:
+            times.append(start.elapsed_time(end) / 1e3 / (rounds * len(calls)))
+    return statistics.median(times), (max(times) - min(times)) / 2
+
+
+def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    got, want = got.double().cpu(), want.double().cpu()
+    return ((got - want).norm() / want.norm()).item()

@@ -1,0 +1,310 @@
+"""Decode kernels of this package and of its peers on one NVIDIA device, in one run.
+
+    python benchmarks/peers_cuda.py [--quick] [--json out.json]
+
+Every candidate is first compared with the float64 oracle on fresh random inputs; one that is out of
+tolerance gets no speed. Times are medians of CUDA-graph replays over rotating rows of pools larger
+than the L2 cache. The floor is the fewest bytes that the call must move over the copy bandwidth
+measured in the same run. Peers: flash-linear-attention where it is installed, torch (einsum),
+torch.compile of that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from functools import partial
+
+import torch
+from cuda_timing import copy_bandwidth, graph_time, relative_error
+
+import gdn_ops  # noqa: F401  loads the library
+from gdn_ops import reference
+
+ops = torch.ops.gdn
+K = V = 128
+CHECKED = 4  # sequences compared with float64
+
+
+def rows(P: int, B: int, seed: int = 0) -> list[torch.Tensor]:
+    """Disjoint sets of B rows of a pool of P, in random order."""
+    order = torch.randperm(P, generator=torch.Generator().manual_seed(seed))
+    return [part.int().cuda() for part in order.split(B)]
+
+
+def sets_of(row_bytes: int, B: int) -> int:
+    """Row sets to rotate over: at least 600 MB, the L2 cache of an H200 is 60 MB."""
+    return max(1, min(400, -(-600_000_000 // (row_bytes * B))))
+
+
+class Case:
+    def __init__(self, B: int, H: int, HV: int, dtype: torch.dtype, T: int = 1):
+        self.B, self.H, self.HV, self.dtype, self.T = B, H, HV, dtype, T
+        self.item = torch.tensor([], dtype=dtype).element_size()
+        self.row_bytes = HV * V * K * self.item
+        sets = sets_of(self.row_bytes, B)
+        self.pool = torch.empty(B * sets, HV, V, K, dtype=dtype, device="cuda")
+        self.rows = rows(B * sets, B)
+        self.q, self.k = (self.unit(B, T, H, K) for _ in range(2))
+        self.v = torch.randn(B, T, HV, V, device="cuda").bfloat16()
+        self.g = -torch.rand(B, T, HV, device="cuda")
+        self.beta = torch.rand(B, T, HV, device="cuda")
+        self.refill()
+
+    @staticmethod
+    def unit(*shape: int) -> torch.Tensor:
+        x = torch.randn(*shape, device="cuda")
+        return (x / x.norm(dim=-1, keepdim=True)).bfloat16()
+
+    def refill(self) -> None:
+        for part in self.pool.split(64):
+            part.normal_()
+
+    @property
+    def inputs(self) -> tuple[torch.Tensor, ...]:
+        return self.q, self.k, self.v, self.g, self.beta
+
+    def io_bytes(self) -> int:
+        return sum(x.numel() * x.element_size() for x in (*self.inputs, self.v))
+
+    def oracle(self) -> tuple[torch.Tensor, torch.Tensor]:
+        n = CHECKED if self.B >= CHECKED else self.B
+        start = self.pool[self.rows[0][:n].long()].double().cpu()
+        return reference.recurrent(*[x[:n].cpu() for x in self.inputs], start, qk_l2norm=True)
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    return {torch.float32: 2e-6, torch.float16: 6e-4, torch.bfloat16: 5e-3}[dtype]
+
+
+def torch_step(q, k, v, g, beta, pool, index, ratio):
+    """The recurrence in plain torch: what a model runs without a kernel."""
+    S = pool[index].float()
+    q, k = (
+        (x.float() * torch.rsqrt(x.float().square().sum(-1, keepdim=True) + 1e-6))
+        .squeeze(1)
+        .repeat_interleave(ratio, dim=1)
+        for x in (q, k)
+    )
+    S = S * g.squeeze(1).exp()[..., None, None]
+    u = beta.squeeze(1)[..., None] * (v.squeeze(1).float() - torch.einsum("nhvk,nhk->nhv", S, k))
+    S = S + u[..., None] * k[:, :, None, :]
+    pool[index] = S.to(pool.dtype)
+    return (torch.einsum("nhvk,nhk->nhv", S, q) * K**-0.5).to(v.dtype)
+
+
+def candidates(c: Case, compiled: bool):
+    """name -> function of a row set that returns o and writes the pool (or returns the state)."""
+
+    def ours(index):
+        return ops.recurrent(*c.inputs, c.pool, index, qk_l2norm=True), None
+
+    found = {"gdn_ops recurrent": ours}
+    try:
+        from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule
+
+        # Another state layout ([N, HV, K, V]), no pool: reads a given state, writes a new one.
+        states = [c.pool[i * c.B : (i + 1) * c.B] for i in range(len(c.rows))]
+
+        def fla(index):
+            state = states[next(j for j, r in enumerate(c.rows) if r is index)]
+            o, new = fused_recurrent_gated_delta_rule(
+                *c.inputs[:3], g=c.g, beta=c.beta, initial_state=state, output_final_state=True,
+                use_qk_l2norm_in_kernel=True,
+            )  # fmt: skip
+            return o, new
+
+        found["flash-linear-attention, no pool"] = fla
+    except ImportError:
+        pass
+    ratio = c.HV // c.H
+
+    def eager(index):
+        return torch_step(*c.inputs, c.pool, index, ratio), None
+
+    found["torch"] = eager
+    if compiled:
+        step = torch.compile(torch_step)
+
+        def run(index):
+            return step(*c.inputs, c.pool, index, ratio), None
+
+        found["torch.compile"] = run
+    return found
+
+
+def report(table, name, c, seconds, spread, floor, error):
+    row = {
+        "kernel": name, "heads": f"{c.H}/{c.HV}", "B": c.B, "T": c.T,
+        "state": str(c.dtype).removeprefix("torch."), "us": seconds * 1e6,
+        "spread_us": spread * 1e6, "floor_us": floor * 1e6, "ratio": floor / seconds,
+        "error_o": error[0], "error_state": error[1],
+    }  # fmt: skip
+    table.append(row)
+    state_error = "" if error[1] is None else f" {error[1]:.1e}"
+    print(
+        f"{row['heads']:>6} B={c.B:<4} T={c.T} {row['state']:<9} {name:<34} "
+        f"{row['us']:9.2f} us +-{row['spread_us']:.2f}  floor {row['floor_us']:8.2f}  "
+        f"{row['ratio']:.3f}  err {error[0]:.1e}{state_error}",
+        flush=True,
+    )
+
+
+def decode_table(table, bandwidth, quick):
+    shapes = [(256, 16, 48), (1, 16, 48), (256, 4, 12), (1, 4, 12)]
+    if not quick:
+        shapes += [(16, 16, 48), (64, 16, 48), (512, 16, 48), (16, 4, 12), (64, 4, 12)]
+    for B, H, HV in shapes:
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            c = Case(B, H, HV, dtype)
+            floor = (2 * B * c.row_bytes + c.io_bytes()) / bandwidth
+            small = B == 256 and HV == 12 and dtype == torch.float32
+            for name, call in candidates(c, compiled=small).items():
+                if name.startswith("torch") and not small:
+                    continue
+                if "flash" in name and dtype == torch.float16:
+                    continue
+                c.refill()
+                n = min(CHECKED, B)
+                if "flash" in name:
+                    # Its layout is [N, HV, K, V]; K = V here, so the same bytes serve, transposed.
+                    start = c.pool[:n].transpose(2, 3).double().cpu()
+                    want_o, want_s = reference.recurrent(
+                        *[x[:n].cpu() for x in c.inputs], start, qk_l2norm=True
+                    )
+                    o, new = call(c.rows[0])
+                    got_s = new[:n].transpose(2, 3)
+                else:
+                    want_o, want_s = c.oracle()
+                    o, _ = call(c.rows[0])
+                    got_s = c.pool[c.rows[0][:n].long()]
+                errors = (
+                    relative_error(o.reshape(B, 1, HV, V)[:n], want_o),
+                    relative_error(got_s, want_s),
+                )
+                if errors[0] > 5e-3 or errors[1] > tolerance(dtype):
+                    print(f"{name}: out of tolerance {errors}, not timed")
+                    continue
+                seconds, spread = graph_time([lambda r=r, f=call: f(r) for r in c.rows])
+                report(table, name, c, seconds, spread, floor, errors)
+            del c
+            torch.cuda.empty_cache()
+
+
+def new_window(P, H, HV, R, dtype):
+    return [
+        torch.zeros(P, H, R, K, dtype=dtype, device="cuda"),
+        torch.zeros(P, HV, R, V, dtype=dtype, device="cuda"),
+        torch.zeros(P, HV, R, device="cuda"),
+        torch.zeros(P, dtype=torch.int32, device="cuda"),
+    ]
+
+
+def buffered_table(table, bandwidth):
+    """A whole fold cycle with the phases spread over the sequences; speculation with T = 4."""
+    for B, H, HV in ((256, 16, 48), (256, 4, 12)):
+        for dtype, R in ((torch.float32, 8), (torch.bfloat16, 16), (torch.float16, 16)):
+            for T in (1, 4):
+                c = Case(B, H, HV, dtype, T)
+                P = c.pool.shape[0]
+                wdtype = torch.float32 if dtype == torch.float32 else torch.bfloat16
+                win = new_window(P, H, HV, R, wdtype)
+                if dtype == torch.float16:
+                    win[1] = win[1].half()
+                n = CHECKED
+                index = c.rows[0]
+                want = c.pool[index[:n].long()].double().cpu()
+                worst = 0.0
+                for _ in range(R // T + 2):
+                    c.v.normal_()
+                    want_o, want = reference.recurrent(
+                        *[x[:n].cpu() for x in c.inputs], want, qk_l2norm=True
+                    )
+                    o = ops.recurrent_buffered(*c.inputs, c.pool, *win, index, qk_l2norm=True)
+                    worst = max(worst, relative_error(o[:n], want_o))
+                if worst > 6e-3:
+                    print(f"recurrent_buffered {dtype} T={T}: out of tolerance {worst}")
+                    continue
+                cycle = R // T
+                win[3].copy_(torch.arange(P, device="cuda", dtype=torch.int32) % cycle * T)
+                calls = [
+                    lambda r=r, c=c, win=win: ops.recurrent_buffered(
+                        *c.inputs, c.pool, *win, r, qk_l2norm=True
+                    )
+                    for r in c.rows
+                    for _ in range(cycle)
+                ]
+                seconds, spread = graph_time(calls, repeats=7, least=cycle)
+                pending = (R - T) / 2
+                entry = HV * V * win[1].element_size() + H * K * win[0].element_size() + HV * 4
+                bytes_ = B * (c.row_bytes * (1 + T / R) + entry * (pending + T)) + c.io_bytes()
+                report(table, f"gdn_ops recurrent_buffered R={R}", c, seconds, spread,
+                       bytes_ / bandwidth, (worst, None))  # fmt: skip
+                del c, win
+                torch.cuda.empty_cache()
+
+
+def layer_table(table, bandwidth, B, H, HV):
+    """The fused decode step and the convolution of one layer."""
+    C = 2 * H * K + HV * V
+    c = Case(B, H, HV, torch.float32)
+    P = c.pool.shape[0]
+    conv = torch.randn(P, 3, C, device="cuda").bfloat16().transpose(1, 2)
+    x = torch.randn(B, 1, C + HV * V + 2 * HV, device="cuda").bfloat16()
+    weight = (torch.randn(C, 4, device="cuda") / 2).bfloat16()
+    A_log, dt_bias = torch.rand(HV, device="cuda"), torch.rand(HV, device="cuda")
+    norm = torch.rand(V, device="cuda").bfloat16()
+    n = min(B, CHECKED)
+    index = c.rows[0]
+    rows_ = index[:n].long()
+    want, _, want_s = reference.decode(
+        x[:n].cpu(), weight.cpu(), None, A_log.cpu(), dt_bias.cpu(), norm.cpu(),
+        conv[rows_].cpu(), c.pool[rows_].cpu(), H, K,
+    )  # fmt: skip
+    y = ops.decode(x, weight, None, A_log, dt_bias, norm, conv, c.pool, H, K, index)
+    errors = (relative_error(y[:n], want), relative_error(c.pool[rows_], want_s))
+    if errors[0] > 1e-2 or errors[1] > 5e-3:
+        print(f"decode: out of tolerance {errors}")
+        return
+    layer = (x, weight, None, A_log, dt_bias, norm, conv, c.pool, H, K)
+    seconds, spread = graph_time([partial(ops.decode, *layer, r) for r in c.rows])
+    conv_bytes = B * C * 2 * 6 + weight.numel() * 2
+    floor = (2 * B * c.row_bytes + conv_bytes + 2 * (x.numel() + y.numel())) / bandwidth
+    report(table, "gdn_ops decode (fused layer step)", c, seconds, spread, floor, errors)
+
+    mixed = x[..., :C].contiguous()
+    pools = [torch.randn(B, 3, C, device="cuda").bfloat16().transpose(1, 2) for _ in range(40)]
+    want, _ = reference.short_conv(
+        mixed[:n].cpu(), weight.cpu(), None, pools[0][:n].cpu(), activation="silu"
+    )
+    y = ops.short_conv(mixed, weight, None, pools[0])
+    error = relative_error(y[:n], want)
+    seconds, spread = graph_time([partial(ops.short_conv, mixed, weight, None, p) for p in pools])
+    report(table, "gdn_ops short_conv update", c, seconds, spread,
+           (conv_bytes + 4 * B * C) / bandwidth, (error, None))  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="batches 1 and 256 only")
+    parser.add_argument("--json", help="write the table here as well")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    bandwidth = copy_bandwidth()
+    print(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, "
+        f"copy {bandwidth / 1e9:.0f} GB/s read + written"
+    )
+    table: list[dict] = []
+    decode_table(table, bandwidth, args.quick)
+    buffered_table(table, bandwidth)
+    for shape in ((256, 16, 48), (1, 16, 48)):
+        layer_table(table, bandwidth, *shape)
+        torch.cuda.empty_cache()
+    if args.json:
+        with open(args.json, "w") as f:
+            json.dump({"copy_GBps": bandwidth / 1e9, "rows": table}, f, indent=1)
+
+
+if __name__ == "__main__":
+    main()

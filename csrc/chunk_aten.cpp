@@ -1,0 +1,292 @@
+// The chunked gated delta rule as batched matrix products over all chunks at once; only the passing
+// of the state from chunk to chunk is a loop. Formulas of one chunk (S [K, V] is the old state, n
+// tokens, D_ij = exp(sum of g_l for j < l <= i), w_i = exp(sum of g_l for l <= i), A strictly
+// lower):
+//   A = beta D (k k^T),  M = scale D (q k^T),  X = beta (v - w k S),  U = (1 + A)^-1 X
+//   O = scale w q S + M U,  S' = w_n S + k^T (D_n U)
+// The backward pass is their transposition, in the notation of the code: dX = gradient of X.
+#include "chunk_aten.h"
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+#include <vector>
+
+#include <ATen/ATen.h>
+
+#include "index.h"
+
+namespace gdn {
+namespace {
+
+using at::Tensor;
+
+// Chunks ordered by (step, sequence), longest sequence first: step s is rows [offset[s],
+// offset[s+1]) and holds the first offset[s+1] - offset[s] sequences of `order`.
+struct Layout {
+  int64_t N = 0, C = 0, chunks = 0;
+  Tensor tokens;  // [chunks * C]: flat token, or B*T for padding
+  Tensor order;   // [N]: sequences, longest first
+  std::vector<int64_t> offset{0};
+};
+
+Layout layout_of(const Tensor& q, const OptTensor& cu_seqlens, int64_t C) {
+  const int64_t B = q.size(0), T = q.size(1);
+  std::vector<int64_t> start, length;
+  if (cu_seqlens) {
+    const Tensor cu = cu_seqlens->to(at::kLong).contiguous();
+    const int64_t* p = cu.const_data_ptr<int64_t>();
+    for (int64_t n = 0; n + 1 < cu.numel(); ++n) {
+      start.push_back(p[n]);
+      length.push_back(p[n + 1] - p[n]);
+    }
+  } else {
+    for (int64_t b = 0; b < B; ++b) {
+      start.push_back(b * T);
+      length.push_back(T);
+    }
+  }
+  Layout x;
+  x.N = static_cast<int64_t>(start.size());
+  x.C = C;
+  std::vector<int64_t> order(x.N);
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(),
+                   [&](int64_t a, int64_t b) { return length[a] > length[b]; });
+  std::vector<int64_t> tokens;
+  for (int64_t step = 0;; ++step) {
+    int64_t active = 0;
+    for (; active < x.N && length[order[active]] > step * C; ++active) {
+      const int64_t n = order[active];
+      for (int64_t i = step * C; i < (step + 1) * C; ++i) {
+        tokens.push_back(i < length[n] ? start[n] + i : B * T);
+      }
+    }
+    if (active == 0) break;
+    x.offset.push_back(x.offset.back() + active);
+  }
+  x.chunks = x.offset.back();
+  x.tokens = at::tensor(tokens, at::kLong);
+  x.order = at::tensor(order, at::kLong);
+  return x;
+}
+
+// [B, T, heads, D] -> [chunks, heads * repeat, C, D], zero where a chunk has no token.
+Tensor gather(const Tensor& x, const Layout& layout, at::ScalarType dtype, int64_t repeat) {
+  Tensor flat = x.reshape({x.size(0) * x.size(1), x.size(2), x.size(3)}).to(dtype);
+  flat = at::cat({flat, at::zeros({1, flat.size(1), flat.size(2)}, flat.options())});
+  Tensor y = flat.index_select(0, layout.tokens)
+                 .view({layout.chunks, layout.C, flat.size(1), flat.size(2)})
+                 .transpose(1, 2);
+  return repeat == 1 ? y.contiguous() : y.repeat_interleave(repeat, 1);
+}
+
+// The inverse; value heads of one key head are summed.
+Tensor scatter(const Tensor& y, const Layout& layout, const Tensor& like, int64_t repeat) {
+  Tensor x = y;
+  if (repeat > 1) x = x.view({y.size(0), y.size(1) / repeat, repeat, y.size(2), y.size(3)}).sum(2);
+  x = x.transpose(1, 2).reshape({layout.chunks * layout.C, x.size(1), x.size(3)});
+  const int64_t total = like.size(0) * like.size(1);
+  Tensor flat = at::zeros({total + 1, x.size(1), x.size(2)}, x.options());
+  flat.index_copy_(0, layout.tokens, x);
+  return flat.narrow(0, 0, total).reshape(like.sizes()).to(like.scalar_type()).contiguous();
+}
+
+Tensor inverse_norm(const Tensor& x) { return (x * x).sum(-1, true).add_(kL2Eps).rsqrt_(); }
+
+struct Forward {
+  Layout layout;
+  at::ScalarType dtype;
+  int64_t ratio;
+  double scale;
+  Tensor q, k, v, beta, w;  // [chunks, HV, C, *]
+  Tensor rq, rk;            // 1 / norms, with qk_l2norm
+  Tensor D, kk, qk, M;      // [chunks, HV, C, C]
+  Tensor inverse, W;        // (1 + A)^-1, and that times beta w k
+  Tensor D_last, w_last;    // [chunks, HV, C, 1], [chunks, HV, 1, 1]
+  Tensor S, U;              // [chunks, HV, K, V] before each chunk, [chunks, HV, C, V]
+  Tensor final_state;       // [N, HV, K, V]
+};
+
+Forward forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g,
+                const Tensor& beta, const OptTensor& initial_state, const OptTensor& cu_seqlens,
+                std::optional<double> scale, bool qk_l2norm, int64_t chunk_size) {
+  const int64_t HV = v.size(2), K = q.size(3), V = v.size(3);
+  Forward f;
+  f.layout = layout_of(q, cu_seqlens, chunk_size);
+  f.dtype = q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  f.ratio = HV / q.size(2);
+  f.scale = scale ? *scale : 1.0 / std::sqrt(static_cast<double>(K));
+  const Layout& x = f.layout;
+  const auto options = q.options().dtype(f.dtype);
+
+  Tensor state = initial_state ? initial_state->to(f.dtype).transpose(2, 3).index_select(0, x.order)
+                               : at::zeros({x.N, HV, K, V}, options);
+  f.q = gather(q, x, f.dtype, f.ratio);
+  f.k = gather(k, x, f.dtype, f.ratio);
+  if (qk_l2norm) {
+    f.rq = inverse_norm(f.q);
+    f.rk = inverse_norm(f.k);
+    f.q = f.q * f.rq;
+    f.k = f.k * f.rk;
+  }
+  f.v = gather(v, x, f.dtype, 1);
+  f.beta = gather(beta.unsqueeze(-1), x, f.dtype, 1);
+  const Tensor log_decay = gather(g.unsqueeze(-1), x, f.dtype, 1);
+  f.w = log_decay.cumsum(2).exp_();
+  // Each entry sums its own g's: no difference of totals, so -inf is as good as any value.
+  const Tensor later = at::ones({x.C, x.C}, q.options().dtype(at::kBool)).tril_(-1);
+  f.D = at::where(later, log_decay, at::zeros({}, options)).cumsum(2).exp_().tril_();
+  f.kk = at::matmul(f.k, f.k.transpose(2, 3));
+  f.qk = at::matmul(f.q, f.k.transpose(2, 3));
+  f.M = (f.D * f.qk).mul_(f.scale);
+  const Tensor A = (f.D * f.kk).mul_(f.beta).tril_(-1);
+  const Tensor eye = at::eye(x.C, options).expand_as(A);
+  f.inverse = at::linalg_solve_triangular(A, eye, /*upper=*/false, /*left=*/true,
+                                          /*unitriangular=*/true);
+  f.W = at::matmul(f.inverse, f.k * (f.beta * f.w));
+  f.U = at::matmul(f.inverse, f.v * f.beta);
+  f.D_last = f.D.select(2, x.C - 1).unsqueeze(-1);
+  f.w_last = f.w.narrow(2, x.C - 1, 1);
+
+  f.S = at::empty({x.chunks, HV, K, V}, options);
+  const Tensor k_last = (f.k * f.D_last).transpose(2, 3);
+  for (size_t step = 0; step + 1 < x.offset.size(); ++step) {
+    const int64_t begin = x.offset[step], count = x.offset[step + 1] - begin;
+    Tensor S = state.narrow(0, 0, count), U = f.U.narrow(0, begin, count);
+    f.S.narrow(0, begin, count).copy_(S);
+    U.sub_(at::matmul(f.W.narrow(0, begin, count), S));
+    S.mul_(f.w_last.narrow(0, begin, count));
+    S.add_(at::matmul(k_last.narrow(0, begin, count), U));
+  }
+  f.final_state = at::empty_like(state);
+  f.final_state.index_copy_(0, x.order, state);
+  return f;
+}
+
+void check_float64(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g,
+                   const Tensor& beta, const OptTensor& initial_state) {
+  struct Named {
+    const char* name;
+    const Tensor* t;
+  };
+  for (const Named& n :
+       {Named{"q", &q}, Named{"k", &k}, Named{"v", &v}, Named{"g", &g}, Named{"beta", &beta}}) {
+    TORCH_CHECK(n.t->scalar_type() == at::kDouble, "chunk: ", n.name,
+                ": expected float64 beside a float64 q, got ", n.t->scalar_type());
+    TORCH_CHECK(n.t->device() == q.device(), "chunk: ", n.name, ": expected device ", q.device(),
+                ", got ", n.t->device());
+  }
+  TORCH_CHECK(!initial_state || initial_state->scalar_type() == at::kDouble,
+              "chunk: initial_state: expected float64 beside a float64 q");
+}
+
+// Shapes and values by the checks that every dtype goes through, on empty f32 stand-ins.
+void check_shapes(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g,
+                  const Tensor& beta, const OptTensor& initial_state, const OptTensor& cu_seqlens,
+                  std::optional<double> scale, bool qk_l2norm, int64_t chunk_size) {
+  auto stand_in = [](const Tensor& t) {
+    return at::empty({1}, t.options().dtype(at::kFloat))
+        .as_strided(t.sizes(), std::vector<int64_t>(t.dim(), 0));
+  };
+  const OptTensor none;
+  OptTensor state;
+  if (initial_state) state = at::empty(initial_state->sizes(), q.options().dtype(at::kFloat));
+  const ChunkArgs a = chunk_args(
+      "chunk", stand_in(q), stand_in(k), stand_in(v), stand_in(g), stand_in(beta),
+      {state, nullptr, none, none, none, cu_seqlens, none, nullptr}, scale, qk_l2norm, chunk_size);
+  check_values("chunk", a.seqs);
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor> chunk_forward_aten(const Tensor& q, const Tensor& k, const Tensor& v,
+                                              const Tensor& g, const Tensor& beta,
+                                              const OptTensor& initial_state,
+                                              const OptTensor& cu_seqlens,
+                                              std::optional<double> scale, bool qk_l2norm,
+                                              int64_t chunk_size) {
+  check_float64(q, k, v, g, beta, initial_state);
+  check_shapes(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm, chunk_size);
+  const Forward f =
+      forward(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm, chunk_size);
+  Tensor o = at::matmul(f.q, f.S).mul_(f.w * f.scale);
+  o.add_(at::matmul(f.M, f.U));
+  return {scatter(o, f.layout, v, 1), f.final_state.transpose(2, 3).contiguous()};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> chunk_backward_aten(
+    const Tensor& grad_o, const OptTensor& grad_final_state, const Tensor& q, const Tensor& k,
+    const Tensor& v, const Tensor& g, const Tensor& beta, const OptTensor& initial_state,
+    const OptTensor& cu_seqlens, std::optional<double> scale, bool qk_l2norm, int64_t chunk_size) {
+  TORCH_CHECK(grad_o.sizes() == v.sizes(), "chunk_backward: grad_o: expected the shape of v, ",
+              v.sizes(), ", got ", grad_o.sizes());
+  check_shapes(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm, chunk_size);
+  const Forward f =
+      forward(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm, chunk_size);
+  const Layout& x = f.layout;
+  const Tensor dO = gather(grad_o, x, f.dtype, 1);
+  Tensor d_state = at::zeros_like(f.final_state);
+  if (grad_final_state) {
+    d_state.copy_(grad_final_state->to(f.dtype).transpose(2, 3).index_select(0, x.order));
+  }
+
+  // Through the states, last chunk first: dS[c] is the gradient of the state *after* chunk c.
+  const Tensor dqS = dO * (f.w * f.scale);
+  const Tensor base = at::matmul(f.q.transpose(2, 3), dqS);
+  Tensor dU = at::matmul(f.M.transpose(2, 3), dO);
+  const Tensor k_last = f.k * f.D_last, W_t = f.W.transpose(2, 3);
+  Tensor dS = at::empty_like(f.S);
+  for (size_t step = x.offset.size() - 1; step-- > 0;) {
+    const int64_t begin = x.offset[step], count = x.offset[step + 1] - begin;
+    Tensor S = d_state.narrow(0, 0, count), u = dU.narrow(0, begin, count);
+    dS.narrow(0, begin, count).copy_(S);
+    u.add_(at::matmul(k_last.narrow(0, begin, count), S));
+    S.mul_(f.w_last.narrow(0, begin, count));
+    S.add_(base.narrow(0, begin, count));
+    S.sub_(at::matmul(W_t.narrow(0, begin, count), u));
+  }
+
+  const Tensor dX = at::matmul(f.inverse.transpose(2, 3), dU);
+  const Tensor U_t = f.U.transpose(2, 3), S_t = f.S.transpose(2, 3);
+  const Tensor dA = at::matmul(dX, U_t).neg_().tril_(-1);
+  const Tensor dM = at::matmul(dO, U_t).mul_(f.scale).tril_();
+  const Tensor dqk = dM * f.D;
+  const Tensor dkk = (dA * f.D).mul_(f.beta);
+  const Tensor kS = at::matmul(f.k, f.S);
+  const Tensor dkS = dX * (f.beta * f.w).neg_();
+  const Tensor dS_t = dS.transpose(2, 3);
+  const Tensor U_dS = at::matmul(f.U, dS_t);  // gradient of D_n k: D_n takes its share below
+
+  Tensor dq = at::matmul(dqS, S_t);
+  dq.add_(at::matmul(dqk, f.k));
+  Tensor dk = at::matmul(dkS, S_t);
+  dk.add_(at::matmul(dqk.transpose(2, 3), f.q));
+  dk.add_(at::matmul(dkk + dkk.transpose(2, 3), f.k));
+  dk.add_(U_dS * f.D_last);
+  const Tensor dv = dX * f.beta;
+  const Tensor dbeta = (dX * (f.v - f.w * kS)).sum(-1, true) + (dA * f.D).mul_(f.kk).sum(-1, true);
+
+  // d log D and d log w; then g_l collects every (i, j) with j < l <= i.
+  Tensor E = (dqk * f.qk).add_(dkk * f.kk);
+  E.diagonal(0, 2, 3).zero_();
+  Tensor last = (U_dS * f.k).sum(-1).mul_(f.D_last.squeeze(-1));
+  last.select(2, x.C - 1).zero_();  // D_nn = 1
+  E.select(2, x.C - 1).add_(last);
+  Tensor log_w = ((dqS * at::matmul(f.q, f.S)) + dkS * kS).sum(-1);
+  log_w.select(2, x.C - 1).add_((dS * f.S).sum({2, 3}).mul_(f.w_last.flatten(1)));
+  const Tensor net = E.sum(3) - E.sum(2) + log_w;
+  const Tensor dg = net.flip(2).cumsum(2).flip(2).unsqueeze(-1);
+
+  if (qk_l2norm) {
+    dq = (dq - f.q * (f.q * dq).sum(-1, true)).mul_(f.rq);
+    dk = (dk - f.k * (f.k * dk).sum(-1, true)).mul_(f.rk);
+  }
+  Tensor d_initial = at::empty_like(d_state);
+  d_initial.index_copy_(0, x.order, d_state);
+  return {scatter(dq, x, q, f.ratio), scatter(dk, x, k, f.ratio),
+          scatter(dv, x, v, 1),       scatter(dg, x, g, 1),
+          scatter(dbeta, x, beta, 1), d_initial.transpose(2, 3).contiguous()};
+}
+
+}  // namespace gdn

@@ -1,0 +1,25 @@
+// The chunked rule in ATen operations: float64 forward, and the backward of every dtype. Host
+// tensors only (cu_seqlens is read to lay the chunks out).
+#pragma once
+
+#include <tuple>
+
+#include "checks.h"
+
+namespace gdn {
+
+std::tuple<at::Tensor, at::Tensor> chunk_forward_aten(
+    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& g,
+    const at::Tensor& beta, const OptTensor& initial_state, const OptTensor& cu_seqlens,
+    std::optional<double> scale, bool qk_l2norm, int64_t chunk_size);
+
+// Gradients of q, k, v, g, beta and initial_state in the dtypes of those tensors (initial_state
+// absent: f32, or f64 for f64 inputs).
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>
+chunk_backward_aten(const at::Tensor& grad_o, const OptTensor& grad_final_state,
+                    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                    const at::Tensor& g, const at::Tensor& beta, const OptTensor& initial_state,
+                    const OptTensor& cu_seqlens, std::optional<double> scale, bool qk_l2norm,
+                    int64_t chunk_size);
+
+}  // namespace gdn

@@ -1,0 +1,705 @@
+// Chunked gated delta rule (WY form without W: the old state is multiplied by k once).
+// Included inside the namespace of one instruction set, after recurrent.h.
+//
+// For the n tokens of a chunk, with D_ij = a_{j+1} ... a_i, w_i = a_1 ... a_i and the old state S:
+//   u_i = beta_i (v_i - w_i S k_i) - sum_{j<i} beta_i D_ij (k_i . k_j) u_j
+//   o_i = scale (w_i S q_i + sum_{j<=i} D_ij (q_i . k_j) u_j)
+//   S'  = w_n S + sum_j D_nj u_j k_j^T
+// Columns of V never mix, so a strip of kStrip columns goes through a whole chunk in the
+// first-level cache: S^T is held as strips [K][kStrip], u as [n][kStrip], and every product is a
+// register tile of kTileRows x kStrip whose left operand is broadcast from plain rows. k k^T and q
+// k^T are formed once for all value heads of a key head. The order of every sum depends on the row
+// alone.
+//
+// Decays are products of exp(g), never quotients or exponentials of differences of totals. A decay
+// of exactly zero cuts the chunk for that head: nothing older is multiplied by anything.
+
+#if GDN_SIMD_AVX512
+constexpr int kTileRows = 8, kTileVectors = 2;
+#elif GDN_SIMD_NEON
+constexpr int kTileRows = 6, kTileVectors = 4;
+#else
+constexpr int kTileRows = 6, kTileVectors = 2;
+#endif
+constexpr int kStrip = kTileVectors * kLanes;
+// Floats of state one task may hold; a task takes fewer value heads of a key head rather than more.
+constexpr int64_t kTaskState = 1 << 18;
+constexpr int64_t kMaxGroup = 64;  // value heads of a task, however small they are
+
+GDN_INLINE int64_t strips(int64_t n) { return (n + kStrip - 1) / kStrip; }
+
+// acc[r] += sum_p A[r][p] * B[p], B in rows of `ldb` floats.
+template <int R>
+GDN_INLINE void tile_product(F (&acc)[R][kTileVectors], const float* A, int64_t lda, const float* B,
+                             int64_t ldb, int64_t depth) {
+  for (int64_t p = 0; p < depth; ++p) {
+    F b[kTileVectors];
+    for (int c = 0; c < kTileVectors; ++c) b[c] = load(B + p * ldb + c * kLanes);
+    for (int r = 0; r < R; ++r) {
+      const F x = broadcast(A[r * lda + p]);
+      for (int c = 0; c < kTileVectors; ++c) acc[r][c] = fma(x, b[c], acc[r][c]);
+    }
+  }
+}
+
+// A smaller tile for what kTileRows leaves over: 64 = 10 * 6 + 4, 128 = 20 * 6 + 2 * 4.
+constexpr int kSmallTile = 4;
+// Rows past the last that a tile may compute; buffers have them, nobody reads them.
+constexpr int64_t kSpareRows = kTileRows;
+
+GDN_INLINE int64_t strip_floats(int64_t K) { return (K + kSpareRows) * kStrip; }
+
+// body(first row, integral_constant<rows of the tile>, rows of it that count) over [0, n). The last
+// tile may be too large. Which tile a row falls into does not change the order of its sums.
+template <class Body>
+GDN_INLINE void for_tiles(int64_t n, Body body) {
+  for (int64_t i = 0; i < n;) {
+    const int64_t left = n - i;
+    if (left <= kSmallTile || (left > kTileRows && left <= 2 * kSmallTile)) {
+      const int64_t valid = left < kSmallTile ? left : kSmallTile;
+      body(i, std::integral_constant<int, kSmallTile>(), static_cast<int>(valid));
+      i += kSmallTile;
+    } else {
+      const int64_t valid = left < kTileRows ? left : kTileRows;
+      body(i, std::integral_constant<int, kTileRows>(), static_cast<int>(valid));
+      i += kTileRows;
+    }
+  }
+}
+
+// What the value heads of one key head share in a chunk. All buffers belong to the task's thread.
+struct ChunkKeys {
+  float *k, *q;    // [n][ld_k], as the recurrence uses them
+  float* kt;       // [K][ld_t], transposed k, zero from column n on
+  float *kk, *qk;  // [n][ld_c], lower triangles
+  int64_t ld_k, ld_t, ld_c;
+};
+
+// Per value head and segment.
+struct ChunkHead {
+  float *A, *M;         // [n][ld_c]: -beta_i D_ij k_i.k_j (j < i); scale D_ij q_i.k_j (j <= i)
+  float* D;             // [ld_c]: the last row of D
+  float *a, *beta, *w;  // [n]
+  float *u, *du;        // [n][kStrip]: u, and D_nj u_j, of the strip at hand
+  int64_t s_u;          // from the u of one strip to the next; 0: they share a buffer
+};
+
+// Lower triangle of x k^T: out[i][j] for j <= i, whole strips.
+static void triangle(const float* x, const ChunkKeys& s, int64_t n, int64_t K, float* out) {
+  for (int64_t j = 0; j < n; j += kStrip) {
+    for_tiles(n, [&](int64_t i, auto rows, int) {
+      constexpr int R = decltype(rows)::value;
+      if (i + R <= j) return;
+      F acc[R][kTileVectors];
+      for (int r = 0; r < R; ++r) {
+        for (int c = 0; c < kTileVectors; ++c) acc[r][c] = zero();
+      }
+      tile_product<R>(acc, x + i * s.ld_k, s.ld_k, s.kt + j, s.ld_t, K);
+      for (int r = 0; r < R; ++r) {
+        for (int c = 0; c < kTileVectors; ++c) {
+          store(out + (i + r) * s.ld_c + j + c * kLanes, acc[r][c]);
+        }
+      }
+    });
+  }
+}
+
+// dst[c][r] = src[r][c] for `rows` x `cols`, in square blocks that stay in the first-level cache.
+static void transpose(const float* src, int64_t ld_src, int64_t rows, int64_t cols, float* dst,
+                      int64_t ld_dst) {
+  int64_t r = 0;
+#if GDN_SIMD_AVX2 || GDN_SIMD_AVX512
+  for (; r + 8 <= rows; r += 8) {
+    int64_t c = 0;
+    for (; c + 8 <= cols; c += 8) {
+      __m256 x[8], y[8];
+      for (int i = 0; i < 8; ++i) x[i] = _mm256_loadu_ps(src + (r + i) * ld_src + c);
+      for (int i = 0; i < 4; ++i) {
+        y[2 * i] = _mm256_unpacklo_ps(x[2 * i], x[2 * i + 1]);
+        y[2 * i + 1] = _mm256_unpackhi_ps(x[2 * i], x[2 * i + 1]);
+      }
+      for (int i = 0; i < 2; ++i) {
+        x[4 * i] = _mm256_shuffle_ps(y[4 * i], y[4 * i + 2], 0x44);
+        x[4 * i + 1] = _mm256_shuffle_ps(y[4 * i], y[4 * i + 2], 0xee);
+        x[4 * i + 2] = _mm256_shuffle_ps(y[4 * i + 1], y[4 * i + 3], 0x44);
+        x[4 * i + 3] = _mm256_shuffle_ps(y[4 * i + 1], y[4 * i + 3], 0xee);
+      }
+      for (int i = 0; i < 4; ++i) {
+        _mm256_storeu_ps(dst + (c + i) * ld_dst + r, _mm256_permute2f128_ps(x[i], x[i + 4], 0x20));
+        _mm256_storeu_ps(dst + (c + 4 + i) * ld_dst + r,
+                         _mm256_permute2f128_ps(x[i], x[i + 4], 0x31));
+      }
+    }
+    for (; c < cols; ++c) {
+      for (int i = 0; i < 8; ++i) dst[c * ld_dst + r + i] = src[(r + i) * ld_src + c];
+    }
+  }
+#endif
+  for (; r < rows; ++r) {
+    for (int64_t c = 0; c < cols; ++c) dst[c * ld_dst + r] = src[r * ld_src + c];
+  }
+}
+
+static void load_keys(const ChunkArgs& x, int64_t b, int64_t t0, int64_t n, int64_t hk,
+                      const ChunkKeys& s) {
+  for (int64_t i = 0; i < n; ++i) {
+    load_row(x.k, b, t0 + i, hk, x.K, s.k + i * s.ld_k);
+    load_row(x.q, b, t0 + i, hk, x.K, s.q + i * s.ld_k);
+    if (x.l2norm) {
+      l2_normalise(s.k + i * s.ld_k, x.K);
+      l2_normalise(s.q + i * s.ld_k, x.K);
+    }
+  }
+  transpose(s.k, s.ld_k, n, x.K, s.kt, s.ld_t);
+  for (int64_t p = 0; p < x.K; ++p) {
+    for (int64_t j = n; j < s.ld_t; ++j) s.kt[p * s.ld_t + j] = 0.f;
+  }
+  triangle(s.k, s, n, x.K, s.kk);
+  triangle(s.q, s, n, x.K, s.qk);
+}
+
+// Decays and the two triangular matrices of tokens [first, end) of the chunk; rows and columns
+// count from `first`.
+static void head_matrices(const ChunkKeys& s, const ChunkHead& h, int64_t first, int64_t end,
+                          float scale) {
+  const int64_t n = end - first;
+  for (int64_t j = 0; j < s.ld_c; ++j) h.D[j] = 0.f;
+  float total = 1.f;
+  for (int64_t i = 0; i < n; ++i) {
+    const float a = h.a[first + i];
+    total *= a;
+    h.w[i] = total;
+    const float* kk = s.kk + (first + i) * s.ld_c + first;
+    const float* qk = s.qk + (first + i) * s.ld_c + first;
+    float *A = h.A + i * s.ld_c, *M = h.M + i * s.ld_c;
+    const F decay = broadcast(a), minus_beta = broadcast(-h.beta[first + i]), f = broadcast(scale);
+    for (int64_t j = 0; j < i; j += kLanes) {
+      const F d = decay * load(h.D + j);
+      store(h.D + j, d);
+      store(A + j, minus_beta * d * load(kk + j));
+      store(M + j, f * d * load(qk + j));
+    }
+    h.D[i] = 1.f;
+    M[i] = scale * qk[i];
+  }
+}
+
+// One strip of one head through tokens [first, first + n) of a chunk that starts at token t0.
+template <class T>
+static void strip_segment(const ChunkArgs& x, const ChunkKeys& s, const ChunkHead& h, int64_t b,
+                          int64_t t0, int64_t hv, int64_t first, int64_t n, int64_t column,
+                          const float* S, bool S_is_zero, float* u) {
+  const int64_t cols = x.V - column < kStrip ? x.V - column : kStrip;
+  const bool direct = cols == kStrip && x.v.sd == 1;
+  const int64_t depth = S_is_zero ? 0 : x.K;
+  const float* k = s.k + first * s.ld_k;
+  const float* q = s.q + first * s.ld_k;
+  for_tiles(n, [&](int64_t i, auto rows, int valid) {
+    constexpr int R = decltype(rows)::value;
+    alignas(64) float buffer[kStrip];
+    const int64_t t = t0 + first + i;
+    F acc[R][kTileVectors];
+    for (int r = 0; r < R; ++r) {
+      for (int c = 0; c < kTileVectors; ++c) acc[r][c] = zero();
+    }
+    tile_product<R>(acc, k + i * s.ld_k, s.ld_k, S, kStrip, depth);
+    for (int r = 0; r < valid; ++r) {
+      if (!direct) {
+        for (int e = 0; e < kStrip; ++e) buffer[e] = 0.f;
+        load_row(from_column(x.v, column), b, t + r, hv, cols, buffer);
+      }
+      const T* row = element<T>(x.v, b, t + r, hv) + column;
+      for (int c = 0; c < kTileVectors; ++c) {
+        store(u + (i + r) * kStrip + c * kLanes,
+              direct ? load(row + c * kLanes) : load(buffer + c * kLanes));
+      }
+    }
+    for (int r = 0; r < R; ++r) {
+      const F w = broadcast(h.w[i + r]), beta = broadcast(h.beta[first + i + r]);
+      for (int c = 0; c < kTileVectors; ++c) {
+        acc[r][c] = beta * (load(u + (i + r) * kStrip + c * kLanes) - w * acc[r][c]);
+      }
+    }
+    const float* A = h.A + i * s.ld_c;
+    tile_product<R>(acc, A, s.ld_c, u, kStrip, i);
+    for (int r = 1; r < R; ++r) {
+      for (int m = 0; m < r; ++m) {
+        const F f = broadcast(A[r * s.ld_c + i + m]);
+        for (int c = 0; c < kTileVectors; ++c) acc[r][c] = fma(f, acc[m][c], acc[r][c]);
+      }
+    }
+    for (int r = 0; r < R; ++r) {
+      const F d = broadcast(h.D[i + r]);
+      for (int c = 0; c < kTileVectors; ++c) {
+        store(u + (i + r) * kStrip + c * kLanes, acc[r][c]);
+        store(h.du + (i + r) * kStrip + c * kLanes, d * acc[r][c]);
+        acc[r][c] = zero();
+      }
+    }
+    tile_product<R>(acc, q + i * s.ld_k, s.ld_k, S, kStrip, depth);
+    for (int r = 0; r < R; ++r) {
+      const F w = broadcast(x.scale * h.w[i + r]);
+      for (int c = 0; c < kTileVectors; ++c) acc[r][c] = w * acc[r][c];
+    }
+    const float* M = h.M + i * s.ld_c;
+    tile_product<R>(acc, M, s.ld_c, u, kStrip, i);
+    for (int m = 0; m < R; ++m) {
+      F value[kTileVectors];
+      for (int c = 0; c < kTileVectors; ++c) value[c] = load(u + (i + m) * kStrip + c * kLanes);
+      for (int r = m; r < R; ++r) {
+        const F f = broadcast(M[r * s.ld_c + i + m]);
+        for (int c = 0; c < kTileVectors; ++c) acc[r][c] = fma(f, value[c], acc[r][c]);
+      }
+    }
+    for (int r = 0; r < R; ++r) {
+      if (r >= valid) break;
+      T* out =
+          static_cast<T*>(x.out.ptr) + b * x.out.sb + (t + r) * x.out.st + hv * x.out.sh + column;
+      if (cols == kStrip) {
+        for (int c = 0; c < kTileVectors; ++c) store(out + c * kLanes, acc[r][c]);
+      } else {
+        for (int c = 0; c < kTileVectors; ++c) store(buffer + c * kLanes, acc[r][c]);
+        narrow(buffer, cols, out);
+      }
+    }
+  });
+}
+
+// S^T strip = w S^T + kt[:, first .. first+n) du.
+static void update_strip(const ChunkKeys& s, const float* du, int64_t first, int64_t n, int64_t K,
+                         float w, float* S, bool S_is_zero) {
+  for_tiles(K, [&](int64_t i, auto rows, int) {
+    constexpr int R = decltype(rows)::value;
+    F acc[R][kTileVectors];
+    const F decay = broadcast(w);
+    for (int r = 0; r < R; ++r) {
+      for (int c = 0; c < kTileVectors; ++c) {
+        acc[r][c] = S_is_zero ? zero() : decay * load(S + (i + r) * kStrip + c * kLanes);
+      }
+    }
+    tile_product<R>(acc, s.kt + i * s.ld_t + first, s.ld_t, du, kStrip, n);
+    for (int r = 0; r < R; ++r) {
+      for (int c = 0; c < kTileVectors; ++c) store(S + (i + r) * kStrip + c * kLanes, acc[r][c]);
+    }
+  });
+}
+
+// One head of a pool row into strips, and back (rounded once).
+template <class T>
+static void load_strips(const StatePool& pool, int64_t row, int64_t h, int64_t column, int64_t V,
+                        int64_t K, float* S, float* buffer) {
+  const T* base = head_of<T>(pool, row, h);
+  for (int64_t c = column; c < V; c += kStrip, S += strip_floats(K)) {
+    const int64_t cols = V - c < kStrip ? V - c : kStrip;
+    if (cols < kStrip) std::memset(S, 0, K * kStrip * sizeof(float));
+    if (pool.s_k == 1) {
+      const int64_t ld = padded(K);
+      for (int64_t i = 0; i < cols; ++i) widen(base + (c + i) * pool.s_v, 1, K, buffer + i * ld);
+      transpose(buffer, ld, cols, K, S, kStrip);
+    } else {
+      for (int64_t i = 0; i < K; ++i) {
+        widen(base + i * pool.s_k + c * pool.s_v, pool.s_v, cols, S + i * kStrip);
+      }
+    }
+  }
+}
+template <class T>
+static void store_strips(const StatePool& pool, int64_t row, int64_t h, int64_t column, int64_t V,
+                         int64_t K, const float* S, float* buffer) {
+  T* base = head_of<T>(pool, row, h);
+  for (int64_t c = column; c < V; c += kStrip, S += strip_floats(K)) {
+    const int64_t cols = V - c < kStrip ? V - c : kStrip;
+    if (pool.s_k == 1) {
+      const int64_t ld = padded(K);
+      transpose(S, kStrip, K, cols, buffer, ld);
+      for (int64_t i = 0; i < cols; ++i) narrow(buffer + i * ld, K, base + (c + i) * pool.s_v);
+    } else {
+      for (int64_t i = 0; i < K; ++i) narrow(S + i * kStrip, cols, base + i * pool.s_k + c);
+    }
+  }
+}
+static void load_state(const StatePool& pool, int64_t row, int64_t h, int64_t column, int64_t V,
+                       int64_t K, float* S, float* buffer) {
+  switch (pool.dtype) {
+    case DType::f32:
+      return load_strips<float>(pool, row, h, column, V, K, S, buffer);
+    case DType::bf16:
+      return load_strips<bf16_t>(pool, row, h, column, V, K, S, buffer);
+    case DType::f16:
+      return load_strips<f16_t>(pool, row, h, column, V, K, S, buffer);
+  }
+}
+static void store_state(const StatePool& pool, int64_t row, int64_t h, int64_t column, int64_t V,
+                        int64_t K, const float* S, float* buffer) {
+  switch (pool.dtype) {
+    case DType::f32:
+      return store_strips<float>(pool, row, h, column, V, K, S, buffer);
+    case DType::bf16:
+      return store_strips<bf16_t>(pool, row, h, column, V, K, S, buffer);
+    case DType::f16:
+      return store_strips<f16_t>(pool, row, h, column, V, K, S, buffer);
+  }
+}
+
+// Carves a thread's scratch; every piece starts on a cache line.
+struct ScratchCursor {
+  float* base;
+  int64_t used = 0;
+  float* take(int64_t floats) {
+    float* p = base ? base + used : nullptr;
+    used += (floats + 15) / 16 * 16;
+    return p;
+  }
+};
+
+struct ChunkScratch {
+  ChunkKeys keys;
+  ChunkHead head;
+  float* buffer;  // a transposed strip of state
+  float* S;       // [heads][strips][K][kStrip]
+};
+// Returns the floats needed; with base null only that.
+static int64_t carve_chunk(float* base, const ChunkArgs& x, int64_t state_floats, int64_t u_strips,
+                           ChunkScratch& s) {
+  ScratchCursor cursor{base};
+  const int64_t C = x.C, edge = strips(C) * kStrip;
+  // 16 floats more than a power of two: columns of a strip then fall into different cache sets.
+  s.keys.ld_k = padded(x.K) + 16;
+  s.keys.ld_t = edge + 16;
+  s.keys.ld_c = edge + 16;
+  // Spare rows also cover the register that a segment starting inside the chunk reads past its
+  // last.
+  const int64_t rows = C + kSpareRows;
+  s.keys.k = cursor.take(rows * s.keys.ld_k);
+  s.keys.q = cursor.take(rows * s.keys.ld_k);
+  s.keys.kt = cursor.take((x.K + kSpareRows) * s.keys.ld_t);
+  s.keys.kk = cursor.take(rows * s.keys.ld_c);
+  s.keys.qk = cursor.take(rows * s.keys.ld_c);
+  s.head.A = cursor.take(rows * s.keys.ld_c);
+  s.head.M = cursor.take(rows * s.keys.ld_c);
+  s.head.D = cursor.take(s.keys.ld_c);
+  s.head.a = cursor.take(rows);
+  s.head.beta = cursor.take(rows);
+  s.head.w = cursor.take(rows);
+  s.head.u = cursor.take(u_strips * rows * kStrip);
+  s.head.s_u = u_strips > 1 ? rows * kStrip : 0;
+  s.head.du = cursor.take(rows * kStrip);
+  s.buffer = cursor.take(kStrip * padded(x.K));
+  s.S = cursor.take(state_floats);
+  return cursor.used;
+}
+
+// The chunk [t0, t0 + n) of one value head, columns [column, column + count strips). `zero_state`
+// says that S holds nothing yet. With `update`, S becomes the state after the chunk.
+template <class T>
+static void chunk_of_head(const ChunkArgs& x, const ChunkScratch& s, int64_t b, int64_t t0,
+                          int64_t n, int64_t hv, int64_t column, int64_t count, float* S,
+                          bool zero_state, bool update) {
+  const ChunkHead& h = s.head;
+  for (int64_t i = 0; i < n; ++i) {
+    const TokenGates gates = token_gates(x.gates, b, t0 + i, hv);
+    h.a[i] = gates.decay;
+    h.beta[i] = gates.beta;
+  }
+  for (int64_t first = 0, end; first < n; first = end) {
+    end = first + 1;
+    while (end < n && h.a[end] != 0.f) ++end;
+    if (h.a[first] == 0.f) zero_state = true;
+    head_matrices(s.keys, h, first, end, x.scale);
+    for (int64_t p = 0; p < count; ++p) {
+      float* strip = S + p * strip_floats(x.K);
+      strip_segment<T>(x, s.keys, h, b, t0, hv, first, end - first, column + p * kStrip, strip,
+                       zero_state, h.u + p * h.s_u + first * kStrip);
+      // What follows a cut starts from nothing.
+      if (update && end == n) {
+        update_strip(s.keys, h.du, first, end - first, x.K, h.w[end - first - 1], strip,
+                     zero_state);
+      }
+    }
+  }
+}
+
+template <class T>
+static void chunk_typed(const ChunkArgs& x, const Parallel& parallel) {
+  const int64_t ratio = x.HV / x.H, V_strips = strips(x.V);
+  // Heads of a task share k k^T and q k^T; with too few tasks for the threads they part, and then
+  // the columns of V do.
+  int64_t heads = kTaskState / (V_strips * strip_floats(x.K));
+  heads = heads < 1 ? 1 : heads > ratio ? ratio : heads;
+  if (heads > kMaxGroup) heads = kMaxGroup;
+  const int64_t enough = parallel.threads == 1 ? 1 : 2 * parallel.threads;
+  while (heads > 1 && x.seqs.N * x.H * ((ratio + heads - 1) / heads) < enough)
+    heads = (heads + 1) / 2;
+  const int64_t groups = (ratio + heads - 1) / heads;
+  int64_t count = V_strips;
+  while (count > 1 && x.seqs.N * x.H * groups * ((V_strips + count - 1) / count) < enough) {
+    count = (count + 1) / 2;
+  }
+  const int64_t splits = (V_strips + count - 1) / count;
+  const int64_t tasks = x.seqs.N * x.H * groups * splits;
+  int64_t next_task = 0;
+  auto body = [&](int64_t, int64_t) {
+    ChunkScratch s;
+    const int64_t state_floats = heads * count * strip_floats(x.K);
+    s.S = nullptr;
+    float* base = thread_scratch(carve_chunk(nullptr, x, state_floats, 1, s));
+    carve_chunk(base, x, state_floats, 1, s);
+    // Sequences differ in length: whoever is free takes the next task.
+    for (;;) {
+      const int64_t task = __atomic_fetch_add(&next_task, 1, __ATOMIC_RELAXED);
+      if (task >= tasks) return;
+      const int64_t n = task / (x.H * groups * splits), hk = task / (groups * splits) % x.H;
+      const int64_t h0 = hk * ratio + task / splits % groups * heads;
+      const int64_t h1 = h0 + heads < (hk + 1) * ratio ? h0 + heads : (hk + 1) * ratio;
+      const int64_t column = task % splits * count * kStrip;
+      const int64_t end_column = column + count * kStrip < x.V ? column + count * kStrip : x.V;
+      const int64_t mine = strips(end_column - column);
+      const Sequence seq = sequence_of(x.seqs, n);
+      if (seq.row < 0) {
+        const float zeros[kMaxRow] = {};
+        for (int64_t t = seq.start; t < seq.end; ++t) {
+          for (int64_t h = h0; h < h1; ++h) {
+            store_row(x.out, seq.b, t, h, column, end_column - column, zeros);
+          }
+        }
+        continue;
+      }
+      const bool fresh = seq.fresh || !x.read.ptr;
+      bool zero_state[kMaxGroup];
+      for (int64_t h = h0; h < h1; ++h) {
+        zero_state[h - h0] = fresh;
+        if (!fresh) {
+          load_state(x.read, seq.row, h, column, end_column, x.K,
+                     s.S + (h - h0) * count * strip_floats(x.K), s.buffer);
+        }
+      }
+      auto keep = [&](int64_t row) {
+        for (int64_t h = h0; h < h1; ++h) {
+          float* S = s.S + (h - h0) * count * strip_floats(x.K);
+          if (zero_state[h - h0]) std::memset(S, 0, mine * strip_floats(x.K) * sizeof(float));
+          store_state(x.write, row, h, column, end_column, x.K, S, s.buffer);
+        }
+      };
+      for (int64_t t = seq.start, edge = 0; t < seq.end; t += x.C, ++edge) {
+        const int64_t tokens = seq.end - t < x.C ? seq.end - t : x.C;
+        load_keys(x, seq.b, t, tokens, hk, s.keys);
+        for (int64_t h = h0; h < h1; ++h) {
+          chunk_of_head<T>(x, s, seq.b, t, tokens, h, column, mine,
+                           s.S + (h - h0) * count * strip_floats(x.K), zero_state[h - h0], true);
+          zero_state[h - h0] = false;
+        }
+        if (tokens == x.C && edge < x.edges) {
+          const int64_t row = at(x.edge_rows, n, edge);
+          if (row >= 0) keep(row);
+        }
+      }
+      const int64_t row = x.write_indices.ptr ? at(x.write_indices, n) : seq.row;
+      if (row >= 0) keep(row);
+    }
+  };
+  parallel_for(parallel, parallel.threads, body);
+}
+
+static void chunk(const ChunkArgs& x, const Parallel& parallel) {
+  switch (x.q.dtype) {
+    case DType::f32:
+      return chunk_typed<float>(x, parallel);
+    case DType::bf16:
+      return chunk_typed<bf16_t>(x, parallel);
+    case DType::f16:
+      return chunk_typed<f16_t>(x, parallel);
+  }
+}
+
+// --- low-rank: between chunks only the window
+
+struct LowrankScratch {
+  ChunkScratch chunk;
+  float *k, *u, *g;  // entries oldest first: [R][ld_k], [heads][R][ld_u], [heads][R]
+  float* kt;         // [K][ld_r], transposed k
+  float *w, *wu;     // [R], [R][kStrip]
+  int64_t ld_u, ld_r;
+};
+static int64_t carve_lowrank(float* base, const ChunkArgs& x, int64_t heads, LowrankScratch& s) {
+  const int64_t count = strips(x.V);
+  const int64_t used = carve_chunk(base, x, count * strip_floats(x.K), count, s.chunk);
+  ScratchCursor cursor{base, (used + 15) / 16 * 16};
+  const int64_t R = x.window.R;
+  s.ld_u = count * kStrip;
+  s.ld_r = strips(R) * kStrip + 16;
+  s.k = cursor.take(R * s.chunk.keys.ld_k);
+  s.u = cursor.take(heads * R * s.ld_u);
+  s.g = cursor.take(heads * R);
+  s.kt = cursor.take((x.K + kSpareRows) * s.ld_r);
+  s.w = cursor.take(R);
+  s.wu = cursor.take(R * kStrip);
+  return cursor.used;
+}
+
+static void load_entry(const void* src, DType dtype, int64_t offset, int64_t n, float* dst) {
+  switch (dtype) {
+    case DType::f32:
+      return widen(static_cast<const float*>(src) + offset, 1, n, dst);
+    case DType::bf16:
+      return widen(static_cast<const bf16_t*>(src) + offset, 1, n, dst);
+    case DType::f16:
+      return widen(static_cast<const f16_t*>(src) + offset, 1, n, dst);
+  }
+}
+static void store_entry(void* dst, DType dtype, int64_t offset, int64_t n, const float* src) {
+  switch (dtype) {
+    case DType::f32:
+      return narrow(src, n, static_cast<float*>(dst) + offset);
+    case DType::bf16:
+      return narrow(src, n, static_cast<bf16_t*>(dst) + offset);
+    case DType::f16:
+      return narrow(src, n, static_cast<f16_t*>(dst) + offset);
+  }
+}
+// x as it reads after being stored.
+static void round_entry(float* x, DType dtype, int64_t n) {
+  if (dtype == DType::f32) return;
+  uint16_t stored[kMaxRow];
+  store_entry(stored, dtype, 0, n, x);
+  load_entry(stored, dtype, 0, n, x);
+}
+
+// The `keep` newest of `old` rows move to the front.
+static void shift_rows(float* rows, int64_t ld, int64_t old, int64_t keep) {
+  if (keep > 0 && keep < old)
+    std::memmove(rows, rows + (old - keep) * ld, keep * ld * sizeof(float));
+}
+
+template <class T>
+static void chunk_lowrank_sequence(const ChunkArgs& x, const LowrankScratch& s, const Sequence& seq,
+                                   int64_t hk) {
+  const Window& win = x.window;
+  const int64_t R = win.R, ratio = x.HV / x.H, h0 = hk * ratio;
+  const ChunkKeys& keys = s.chunk.keys;
+  const ChunkHead& head = s.chunk.head;
+  const int32_t packed = seq.fresh ? 0 : win.fill[seq.row * win.s_fill];
+  int64_t fill = (packed & 255) < R ? packed & 255 : R;
+  const int64_t oldest = packed >> 16 & 255;
+  for (int64_t i = 0; i < fill; ++i) {
+    const int64_t slot = (oldest + i) % R;
+    load_entry(win.k, win.k_dtype, seq.row * win.sk_p + hk * win.sk_h + slot * win.sk_r, x.K,
+               s.k + i * keys.ld_k);
+    for (int64_t h = 0; h < ratio; ++h) {
+      float* u = s.u + (h * R + i) * s.ld_u;
+      for (int64_t c = x.V / kStrip * kStrip; c < s.ld_u; ++c) u[c] = 0.f;
+      load_entry(win.u, win.u_dtype, seq.row * win.su_p + (h0 + h) * win.su_h + slot * win.su_r,
+                 x.V, u);
+      s.g[h * R + i] = win.g[seq.row * win.sg_p + (h0 + h) * win.sg_h + slot * win.sg_r];
+    }
+  }
+  for (int64_t t = seq.start; t < seq.end; t += x.C) {
+    const int64_t n = seq.end - t < x.C ? seq.end - t : x.C;
+    load_keys(x, seq.b, t, n, hk, keys);
+    transpose(s.k, keys.ld_k, fill, x.K, s.kt, s.ld_r);
+    const int64_t fresh = n < R ? n : R, keep = fill < R - fresh ? fill : R - fresh;
+    for (int64_t h = 0; h < ratio; ++h) {
+      float *u = s.u + h * R * s.ld_u, *g = s.g + h * R;
+      // Entry i has decayed by the own decays of the entries after it.
+      float weight = 1.f;
+      for (int64_t i = fill; i-- > 0;) {
+        s.w[i] = weight;
+        weight *= first_lane(exp(broadcast(g[i])));
+      }
+      int64_t first = fill;
+      while (first > 0 && s.w[first - 1] != 0.f) --first;
+      const int64_t live = fill - first;
+      ChunkKeys entries = keys;
+      entries.kt = s.kt;
+      entries.ld_t = s.ld_r;
+      for (int64_t p = 0; live > 0 && p < strips(x.V); ++p) {
+        for (int64_t i = 0; i < live; ++i) {
+          const F w = broadcast(s.w[first + i]);
+          for (int v = 0; v < kTileVectors; ++v) {
+            const float* row = u + (first + i) * s.ld_u + p * kStrip + v * kLanes;
+            store(s.wu + i * kStrip + v * kLanes, w * load(row));
+          }
+        }
+        update_strip(entries, s.wu, first, live, x.K, 1.f, s.chunk.S + p * strip_floats(x.K), true);
+      }
+      chunk_of_head<T>(x, s.chunk, seq.b, t, n, h0 + h, 0, strips(x.V), s.chunk.S, live == 0,
+                       false);
+      shift_rows(g, 1, fill, keep);
+      shift_rows(u, s.ld_u, fill, keep);
+      for (int64_t i = 0; i < fresh; ++i) {
+        const int64_t token = n - fresh + i;
+        g[keep + i] = raw_gates(x.gates, seq.b, t + token, h0 + h).g;
+        float* row = u + (keep + i) * s.ld_u;
+        for (int64_t p = 0; p < strips(x.V); ++p) {
+          std::memcpy(row + p * kStrip, head.u + p * head.s_u + token * kStrip,
+                      kStrip * sizeof(float));
+        }
+        round_entry(row, win.u_dtype, x.V);
+      }
+    }
+    shift_rows(s.k, keys.ld_k, fill, keep);
+    for (int64_t i = 0; i < fresh; ++i) {
+      float* row = s.k + (keep + i) * keys.ld_k;
+      std::memcpy(row, keys.k + (n - fresh + i) * keys.ld_k, x.K * sizeof(float));
+      round_entry(row, win.k_dtype, x.K);
+    }
+    fill = keep + fresh;
+  }
+  for (int64_t i = 0; i < fill; ++i) {
+    store_entry(win.k, win.k_dtype, seq.row * win.sk_p + hk * win.sk_h + i * win.sk_r, x.K,
+                s.k + i * keys.ld_k);
+    for (int64_t h = 0; h < ratio; ++h) {
+      store_entry(win.u, win.u_dtype, seq.row * win.su_p + (h0 + h) * win.su_h + i * win.su_r, x.V,
+                  s.u + (h * R + i) * s.ld_u);
+      win.g[seq.row * win.sg_p + (h0 + h) * win.sg_h + i * win.sg_r] = s.g[h * R + i];
+    }
+  }
+}
+
+template <class T>
+static void chunk_lowrank_typed(const ChunkArgs& x, const Parallel& parallel) {
+  // A task is (sequence, key head): its value heads share the keys of the window.
+  const int64_t tasks = x.seqs.N * x.H, ratio = x.HV / x.H;
+  int64_t next_task = 0;
+  auto body = [&](int64_t, int64_t) {
+    LowrankScratch s;
+    float* base = thread_scratch(carve_lowrank(nullptr, x, ratio, s));
+    carve_lowrank(base, x, ratio, s);
+    for (;;) {
+      const int64_t task = __atomic_fetch_add(&next_task, 1, __ATOMIC_RELAXED);
+      if (task >= tasks) return;
+      const int64_t hk = task % x.H;
+      const Sequence seq = sequence_of(x.seqs, task / x.H);
+      if (seq.row >= 0) {
+        if (seq.end > seq.start) chunk_lowrank_sequence<T>(x, s, seq, hk);
+        continue;
+      }
+      const float zeros[kMaxRow] = {};
+      for (int64_t t = seq.start; t < seq.end; ++t) {
+        for (int64_t h = hk * ratio; h < (hk + 1) * ratio; ++h) {
+          store_row(x.out, seq.b, t, h, 0, x.V, zeros);
+        }
+      }
+    }
+  };
+  parallel_for(parallel, parallel.threads, body);
+  // Every key head read the old count; only now may it change.
+  for (int64_t n = 0; n < x.seqs.N; ++n) {
+    const Sequence seq = sequence_of(x.seqs, n);
+    const int64_t tokens = seq.end - seq.start;
+    if (seq.row < 0 || tokens == 0) continue;
+    int32_t* fill = x.window.fill + seq.row * x.window.s_fill;
+    const int64_t total = (seq.fresh ? 0 : *fill & 255) + tokens;
+    *fill = static_cast<int32_t>(total < x.window.R ? total : x.window.R);
+  }
+}
+
+static void chunk_lowrank(const ChunkArgs& x, const Parallel& parallel) {
+  switch (x.q.dtype) {
+    case DType::f32:
+      return chunk_lowrank_typed<float>(x, parallel);
+    case DType::bf16:
+      return chunk_lowrank_typed<bf16_t>(x, parallel);
+    case DType::f16:
+      return chunk_lowrank_typed<f16_t>(x, parallel);
+  }
+}

@@ -1,0 +1,269 @@
+// Depthwise causal convolution over a pool of histories, with SiLU, and the split into q, k, v.
+#pragma once
+
+#include "common.cuh"
+
+namespace gdn {
+namespace cuda {
+
+// Where channel c goes: up to three tensors, cut at channels first[1] and first[2].
+struct ConvTarget {
+  View part[3];
+  int64_t first[3] = {0, INT64_MAX, INT64_MAX};
+  __device__ __forceinline__ int of(int64_t c) const {
+    return c >= first[2] ? 2 : c >= first[1] ? 1 : 0;
+  }
+};
+
+__device__ __forceinline__ float silu(float x) { return x * sigmoid(x); }
+
+// First live column of the history: the newest W - 1 (trailing) or those that num_accepted names.
+__device__ __forceinline__ int64_t history_column(const ConvArgs& a, const Sequence& s) {
+  return a.state.leading ? (a.seqs.num_accepted.ptr ? s.accepted - 1 : 0)
+                         : a.state.L - (a.W - 1);
+}
+
+// One thread a channel; blockIdx = (channels / 128, sequence, chunk of tokens). The outputs of a
+// sequence may be cut into chunks of `chunk` tokens; then the state is written by a launch of its
+// own (`outputs` false), because other chunks still read it.
+__global__ void __launch_bounds__(128)
+    conv_channels(const __grid_constant__ ConvArgs a, const __grid_constant__ ConvTarget to,
+                  const __grid_constant__ ConvPool state_out, int64_t first, int64_t chunk,
+                  bool outputs, bool keep) {
+  const int64_t n = first + blockIdx.y;
+  const int64_t c = static_cast<int64_t>(blockIdx.x) * 128 + threadIdx.x;
+  wait_for_previous_kernel();
+  const Sequence s = device_sequence(a.seqs, n, 0);
+  let_next_kernel_start();
+  if (c >= a.C) return;
+  const int64_t begin = s.start + blockIdx.z * chunk;
+  const int64_t end = begin + chunk < s.end ? begin + chunk : s.end;
+  const int p = to.of(c);
+  const View& y = to.part[p];
+  const int64_t cy = (c - to.first[p]) * y.sd;
+  const DType dx = a.x.dtype;
+  if (s.row < 0) {
+    for (int64_t t = begin; outputs && t < end; t++) {
+      store_as(y.ptr, y.dtype, s.b * y.sb + t * y.st + cy, 0.f);
+    }
+    return;
+  }
+  if (s.end <= s.start && a.state.ptr == state_out.ptr) return;
+  const int W = static_cast<int>(a.W);
+  const int64_t x0 = s.b * a.x.sb + c * a.x.sd;
+  const int64_t old = s.row * a.state.s_p + c * a.state.s_c;
+  const int64_t column = history_column(a, s);
+  const bool history = a.state.ptr && !s.fresh;
+  float h[kMaxConvWidth];  // the last W - 1 inputs, oldest first, then the current one
+  if (outputs && begin < end) {
+    float w[kMaxConvWidth];
+#pragma unroll
+    for (int i = 0; i < kMaxConvWidth; i++) {
+      w[i] = i < W ? load_as(a.weight.ptr, a.weight.dtype, c * a.weight.s0 + i * a.weight.s1) : 0.f;
+      const int64_t t = begin - (W - 1) + i;
+      h[i] = 0.f;
+      if (i < W - 1) {
+        if (t >= s.start) {
+          h[i] = load_as(a.x.ptr, dx, x0 + t * a.x.st);
+        } else if (history) {
+          h[i] = load_as(a.state.ptr, a.state.dtype,
+                         old + (column + (W - 1) + t - s.start) * a.state.s_l);
+        }
+      }
+    }
+    const float bias = a.bias.ptr ? load_param(a.bias, c) : 0.f;
+    for (int64_t t = begin; t < end; t++) {
+      const float x = load_as(a.x.ptr, dx, x0 + t * a.x.st);
+      float sum = bias;
+#pragma unroll
+      for (int i = 0; i < kMaxConvWidth; i++) {
+        if (i == W - 1) h[i] = x;
+        if (i < W) sum = __fmaf_rn(w[i], h[i], sum);
+      }
+#pragma unroll
+      for (int i = 0; i + 1 < kMaxConvWidth; i++) h[i] = h[i + 1];
+      store_as(y.ptr, y.dtype, s.b * y.sb + t * y.st + cy, a.silu ? silu(sum) : sum);
+    }
+  }
+  if (!keep || (W == 1 && a.state.ptr == state_out.ptr)) return;
+  const int64_t T = s.end - s.start;
+  const int64_t to_row = s.row * state_out.s_p + c * state_out.s_c;
+  // Column l becomes element l + shift of [history, tokens]; shift >= 1, so going up is safe.
+  const bool whole = !a.state.leading;
+  const int64_t held = whole ? a.state.L : W - 1;
+  const int64_t from = whole ? 0 : column;
+  const bool appended = a.state.leading && a.seqs.num_accepted.ptr;
+  const int64_t shift = appended ? 1 : T;
+  int64_t columns = appended ? W - 1 + T - 1 : held;
+  if (columns > state_out.L) columns = state_out.L;
+  for (int64_t l = 0; l < columns; l++) {
+    const int64_t j = l + shift;
+    float v = 0.f;
+    if (j >= held) {
+      v = load_as(a.x.ptr, dx, x0 + (s.start + j - held) * a.x.st);
+    } else if (history) {
+      v = load_as(a.state.ptr, a.state.dtype, old + (from + j) * a.state.s_l);
+    }
+    store_as(state_out.ptr, state_out.dtype, to_row + l * state_out.s_l, v);
+  }
+}
+
+// Gates beside the convolution of one token (conv_gating, decode).
+struct GateOutputs {
+  Gates gates;
+  float* g = nullptr;  // [B, T, HV]; null: no gates here
+  float* beta = nullptr;
+  int64_t HV = 0;
+};
+
+// One token, W = 4, 16-bit x and state of the same type, eight channels a thread. TAPS: the L
+// columns of a channel are neighbours in memory ([P, C, L]); else the channels of a column are
+// ([P, L, C]). `norm_lanes` > 0: q and k leave normalised, that many threads share a head.
+template <class T, int L, bool TAPS>
+__global__ void __launch_bounds__(128)
+    conv_token(const __grid_constant__ ConvArgs a, const __grid_constant__ ConvTarget to,
+               const __grid_constant__ GateOutputs gate, int64_t first, int norm_lanes) {
+  constexpr int W = 4;
+  const int64_t n = first + blockIdx.y;
+  const int64_t c = (static_cast<int64_t>(blockIdx.x) * 128 + threadIdx.x) * 8;
+  wait_for_previous_kernel();
+  const Sequence s = device_sequence(a.seqs, n, 0);
+  let_next_kernel_start();
+  if (c >= a.C) {
+    // The threads past the last channel take the gates.
+    for (int64_t hv = (c - a.C) / 8; gate.g && hv < gate.HV;
+         hv += (static_cast<int64_t>(gridDim.x) * 128 * 8 - a.C) / 8) {
+      float g = 0.f, beta = 0.f;
+      if (s.row >= 0) {
+        compute_gates(gate.gates, load_gates(gate.gates, n, 0, hv), &g, &beta);
+      }
+      gate.g[n * gate.HV + hv] = g;
+      gate.beta[n * gate.HV + hv] = beta;
+    }
+    return;
+  }
+  const int p = to.of(c);
+  const View& y = to.part[p];
+  T* const out = static_cast<T*>(y.ptr) + n * y.sb + (c - to.first[p]);
+  if (s.row < 0) {
+    *reinterpret_cast<uint4*>(out) = make_uint4(0, 0, 0, 0);
+    return;
+  }
+  const uint4 raw_x = *reinterpret_cast<const uint4*>(static_cast<const T*>(a.x.ptr) + n * a.x.sb + c);
+  T* const state = static_cast<T*>(a.state.ptr) + s.row * a.state.s_p + c * a.state.s_c;
+  const int64_t step = TAPS ? 8 : a.state.s_l;  // elements between the L vectors of this thread
+  uint4 raw[L];
+#pragma unroll
+  for (int i = 0; i < L; i++) {
+    raw[i] = make_uint4(0, 0, 0, 0);
+    if (!s.fresh) raw[i] = *reinterpret_cast<const uint4*>(state + i * step);
+  }
+  const T* const weight = static_cast<const T*>(a.weight.ptr) + c * W;
+  uint4 raw_w[W];
+#pragma unroll
+  for (int i = 0; i < W; i++) raw_w[i] = *reinterpret_cast<const uint4*>(weight + 8 * i);
+  float x[8], h[8 * L], w[8 * W], r[8];
+  Vec<T>::unpack(raw_x, x);
+#pragma unroll
+  for (int i = 0; i < L; i++) Vec<T>::unpack(raw[i], h + 8 * i);
+#pragma unroll
+  for (int i = 0; i < W; i++) Vec<T>::unpack(raw_w[i], w + 8 * i);
+  // Element (channel e, column l) of the history.
+  const auto column = [&](int e, int l) -> float& { return h[TAPS ? e * L + l : l * 8 + e]; };
+  constexpr int kFirst = L - (W - 1);  // trailing; leading pools have L = 3 here
+#pragma unroll
+  for (int e = 0; e < 8; e++) {
+    float sum = a.bias.ptr ? load_param(a.bias, c + e) : 0.f;
+#pragma unroll
+    for (int i = 0; i < W - 1; i++) sum = __fmaf_rn(w[e * W + i], column(e, kFirst + i), sum);
+    sum = __fmaf_rn(w[e * W + W - 1], x[e], sum);
+    r[e] = a.silu ? silu(sum) : sum;
+#pragma unroll
+    for (int l = 0; l + 1 < L; l++) column(e, l) = column(e, l + 1);
+    column(e, L - 1) = x[e];
+  }
+#pragma unroll
+  for (int i = 0; i < L; i++) {
+    *reinterpret_cast<uint4*>(state + i * step) = Vec<T>::pack(h + 8 * i);
+  }
+  if (norm_lanes > 0 && p < 2) {
+    // The model rounds the convolution before it normalises.
+    float sum = 0.f;
+#pragma unroll
+    for (int e = 0; e < 8; e++) {
+      r[e] = to_float(from_float<T>(r[e]));
+      sum = __fmaf_rn(r[e], r[e], sum);
+    }
+    const unsigned mask = __activemask();
+    for (int m = norm_lanes / 2; m; m >>= 1) sum += __shfl_xor_sync(mask, sum, m);
+    const float scale = rsqrtf(sum + kL2Eps);
+#pragma unroll
+    for (int e = 0; e < 8; e++) r[e] *= scale;
+  }
+  *reinterpret_cast<uint4*>(out) = Vec<T>::pack(r);
+}
+
+// Normalises rows of q and k in place: one warp a head and token.
+__global__ void __launch_bounds__(128)
+    normalize_heads(const __grid_constant__ View x, int64_t B, int64_t T, int64_t H, int64_t K) {
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * 4 + (threadIdx.x >> 5);
+  const int lane = threadIdx.x & 31;
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  if (i >= B * T * H) return;
+  const int64_t row = i / H, h = i - row * H, b = row / T, t = row - b * T;
+  const int64_t base = b * x.sb + t * x.st + h * x.sh;
+  float sum = 0.f;
+  for (int64_t c = lane; c < K; c += 32) {
+    const float v = load_as(x.ptr, x.dtype, base + c * x.sd);
+    sum = __fmaf_rn(v, v, sum);
+  }
+  const float scale = rsqrtf(lane_sum(sum) + kL2Eps);
+  for (int64_t c = lane; c < K; c += 32) {
+    store_as(x.ptr, x.dtype, base + c * x.sd,
+             load_as(x.ptr, x.dtype, base + c * x.sd) * scale);
+  }
+}
+
+// Gates of every token; a token of a padding row gets zeros. blockIdx = (token and head, sequence).
+__global__ void __launch_bounds__(128)
+    sequence_gates(const __grid_constant__ Sequences seqs, const __grid_constant__ GateOutputs to,
+                   int64_t first) {
+  const int64_t n = first + blockIdx.y;
+  wait_for_previous_kernel();
+  const Sequence s = device_sequence(seqs, n, 0);
+  let_next_kernel_start();
+  const int64_t all = (s.end - s.start) * to.HV;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * 128 + threadIdx.x; i < all;
+       i += static_cast<int64_t>(gridDim.x) * 128) {
+    const int64_t t = s.start + i / to.HV, hv = i % to.HV;
+    float g = 0.f, beta = 0.f;
+    if (s.row >= 0) compute_gates(to.gates, load_gates(to.gates, s.b, t, hv), &g, &beta);
+    const int64_t at = (s.b * seqs.T + t) * to.HV + hv;
+    to.g[at] = g;
+    to.beta[at] = beta;
+  }
+}
+
+__global__ void __launch_bounds__(256) plain_gates(const __grid_constant__ GatingArgs a) {
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  const int64_t all = a.rows_b * a.rows_t * a.HV;
+  Gates gates;
+  gates.raw = true;
+  gates.g = a.a;
+  gates.beta = a.b;
+  gates.A_log = a.A_log;
+  gates.dt_bias = a.dt_bias;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x; i < all;
+       i += static_cast<int64_t>(gridDim.x) * 256) {
+    const int64_t row = i / a.HV, hv = i - row * a.HV, b = row / a.rows_t, t = row - b * a.rows_t;
+    float g, beta;
+    compute_gates(gates, load_gates(gates, b, t, hv), &g, &beta);
+    a.g[i] = g;
+    a.beta[i] = beta;
+  }
+}
+
+}  // namespace cuda
+}  // namespace gdn

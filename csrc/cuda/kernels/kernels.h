@@ -1,0 +1,37 @@
+// The CUDA kernels as the glue sees them. No torch here: argument blocks in, launches on a stream.
+//
+// Nothing here synchronises, allocates or reads device memory on the host, so every call can be
+// captured in a CUDA graph. A function returns the first launch error.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+
+#include "../../args.h"
+
+namespace gdn {
+namespace cuda {
+
+cudaError_t recurrent(const RecurrentArgs& a, cudaStream_t stream);
+
+// Null, or what these kernels cannot take (shown to the user).
+const char* buffered_refusal(const RecurrentArgs& a);
+// Device bytes of scratch for a call of recurrent_buffered or window_flush, 16-byte aligned.
+size_t buffered_workspace(const RecurrentArgs& a);
+cudaError_t recurrent_buffered(const RecurrentArgs& a, void* workspace, cudaStream_t stream);
+cudaError_t window_flush(const RecurrentArgs& a, void* workspace, cudaStream_t stream);
+cudaError_t window_reset(const RecurrentArgs& a, cudaStream_t stream);
+
+cudaError_t gating(const GatingArgs& a, cudaStream_t stream);
+cudaError_t short_conv(const ConvArgs& a, cudaStream_t stream);
+// Functional form: `a.state` is the initial state (null: none), `final_state` another tensor.
+cudaError_t conv1d(const ConvArgs& a, const ConvPool& final_state, cudaStream_t stream);
+cudaError_t conv_gating(const ConvGatingArgs& a, cudaStream_t stream);
+cudaError_t gated_rms_norm(const NormArgs& a, cudaStream_t stream);
+// The same for x [B, T, HV, V] contiguous and a gate of x's dtype inside a packed projection.
+cudaError_t gated_norm_heads(const NormArgs& a, const View& gate, int64_t B, int64_t T, int64_t HV,
+                             cudaStream_t stream);
+
+}  // namespace cuda
+}  // namespace gdn

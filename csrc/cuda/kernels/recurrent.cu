@@ -1,0 +1,53 @@
+#include "kernels.h"
+#include "recurrent_any.cuh"
+#include "recurrent_launch.cuh"
+
+namespace gdn {
+namespace cuda {
+namespace {
+
+bool rows_can(const RecurrentArgs& a) {
+  const int64_t e = 16 / size_of(a.state.dtype);
+  return (a.K == 64 || a.K == 128 || a.K == 256) && vector_state(a.state) &&
+         a.q.dtype == a.k.dtype && a.q.dtype == a.v.dtype && a.q.dtype == a.out.dtype &&
+         vector_view(a.q, e) && vector_view(a.k, e);
+}
+
+cudaError_t launch_any(const RecurrentArgs& a, cudaStream_t stream) {
+  const int shared = any_shared_floats(static_cast<int>(a.K)) * 4;
+  if (shared > 48 * 1024) {
+    const cudaError_t error = cudaFuncSetAttribute(
+        recurrent_any, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+    if (error != cudaSuccess) return error;
+  }
+  AnyGrid grid;
+  grid.row_blocks = FastDiv(static_cast<uint32_t>((a.V + kAnyRows - 1) / kAnyRows));
+  grid.ratio = FastDiv(static_cast<uint32_t>(a.HV / a.H));
+  for (; grid.first < a.seqs.N; grid.first += kMaxGridY) {
+    const int64_t count = a.seqs.N - grid.first < kMaxGridY ? a.seqs.N - grid.first : kMaxGridY;
+    const cudaError_t error = launch(
+        recurrent_any,
+        dim3(static_cast<unsigned>(a.HV) * grid.row_blocks.divisor, static_cast<unsigned>(count)),
+        dim3(kAnyWarps * 32), shared, stream, a, grid);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
+}  // namespace
+
+cudaError_t recurrent(const RecurrentArgs& a, cudaStream_t stream) {
+  if (a.seqs.N == 0 || a.V == 0) return cudaSuccess;
+  if (!rows_can(a)) return launch_any(a, stream);
+  switch (a.state.dtype) {
+    case DType::f32:
+      return recurrent_f32(a, stream);
+    case DType::bf16:
+      return recurrent_bf16(a, stream);
+    default:
+      return recurrent_f16(a, stream);
+  }
+}
+
+}  // namespace cuda
+}  // namespace gdn

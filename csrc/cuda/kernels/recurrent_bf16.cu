@@ -1,0 +1,11 @@
+#include "recurrent_launch.cuh"
+
+namespace gdn {
+namespace cuda {
+
+cudaError_t recurrent_bf16(const RecurrentArgs& a, cudaStream_t stream) {
+  return launch_state<bf16>(a, stream);
+}
+
+}  // namespace cuda
+}  // namespace gdn

@@ -1,0 +1,35 @@
+// Host-side questions about an argument block: may a vector kernel take it?
+#pragma once
+
+#include <cstdint>
+
+#include "../../args.h"
+
+namespace gdn {
+namespace cuda {
+
+inline int64_t size_of(DType d) { return d == DType::f32 ? 4 : 2; }
+
+inline bool aligned(const void* p, int64_t bytes) {
+  return reinterpret_cast<uintptr_t>(p) % static_cast<uintptr_t>(bytes) == 0;
+}
+
+// Vectors of `elements` along the contiguous last axis of a view.
+inline bool vector_view(const View& x, int64_t elements) {
+  const int64_t bytes = elements * size_of(x.dtype) < 16 ? elements * size_of(x.dtype) : 16;
+  const int64_t step = bytes / size_of(x.dtype);
+  return x.sd == 1 && aligned(x.ptr, bytes) && x.sb % step == 0 && x.st % step == 0 &&
+         x.sh % step == 0;
+}
+
+// Rows of K contiguous elements, each readable in 16-byte vectors.
+inline bool vector_state(const StatePool& s) {
+  const int64_t e = 16 / size_of(s.dtype);
+  return s.s_k == 1 && aligned(s.ptr, 16) && s.s_p % e == 0 && s.s_h % e == 0 && s.s_v % e == 0;
+}
+
+// Grid limits: blockIdx.y carries sequences, at most this many a launch.
+constexpr int64_t kMaxGridY = 65535;
+
+}  // namespace cuda
+}  // namespace gdn

@@ -1,0 +1,224 @@
+// Convolution, gates and norm: the passes around the recurrence.
+#include "conv.cuh"
+#include "kernels.h"
+#include "launch.h"
+#include "norm.cuh"
+#include "select.h"
+
+namespace gdn {
+namespace cuda {
+namespace {
+
+constexpr int64_t kChunk = 256;  // tokens a thread walks
+
+unsigned blocks_for(int64_t items, int64_t each, int64_t most = 1 << 20) {
+  const int64_t n = (items + each - 1) / each;
+  return static_cast<unsigned>(n < 1 ? 1 : n > most ? most : n);
+}
+
+// Most tokens of one sequence, as far as the host knows.
+int64_t most_tokens(const Sequences& s) { return s.T; }
+
+cudaError_t channels(const ConvArgs& a, const ConvTarget& to, const ConvPool& out,
+                     cudaStream_t stream) {
+  if (a.seqs.N == 0 || a.C == 0) return cudaSuccess;
+  const int64_t most = most_tokens(a.seqs);
+  const bool cut = most > kChunk;
+  const int64_t chunk = cut ? kChunk : (most > 0 ? most : 1);
+  // blockIdx.z is limited too; longer chunks keep it in bounds.
+  int64_t z = cut ? (most + chunk - 1) / chunk : 1, length = chunk;
+  if (z > 32768) {
+    z = 32768;
+    length = (most + z - 1) / z;
+  }
+  for (int64_t first = 0; first < a.seqs.N; first += kMaxGridY) {
+    const int64_t count = a.seqs.N - first < kMaxGridY ? a.seqs.N - first : kMaxGridY;
+    const dim3 grid(blocks_for(a.C, 128), static_cast<unsigned>(count), static_cast<unsigned>(z));
+    cudaError_t error = launch(conv_channels, grid, dim3(128), 0, stream, a, to, out, first, length,
+                               true, !cut && out.ptr != nullptr);
+    if (error == cudaSuccess && cut && out.ptr) {
+      error = launch(conv_channels, dim3(grid.x, grid.y), dim3(128), 0, stream, a, to, out, first,
+                     length, false, true);
+    }
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
+bool token_can(const ConvArgs& a, const ConvTarget& to) {
+  const ConvPool& s = a.state;
+  if (a.seqs.cu_seqlens.ptr || a.seqs.T != 1 || a.W != 4 || a.x.dtype == DType::f32) return false;
+  if (s.dtype != a.x.dtype || a.weight.dtype != a.x.dtype || a.weight.s1 != 1 ||
+      a.weight.s0 != 4 || a.C % 8 != 0 || a.x.sd != 1) {
+    return false;
+  }
+  if (s.leading ? s.L != 3 || a.seqs.num_accepted.ptr != nullptr : s.L != 3 && s.L != 4) {
+    return false;
+  }
+  const bool taps = s.s_l == 1 && s.s_c == s.L, channels_last = s.s_c == 1 && s.s_l % 8 == 0;
+  if (!(taps || channels_last) || s.s_p % 8 != 0) return false;
+  if (!aligned(s.ptr, 16) || !aligned(a.x.ptr, 16) || a.x.sb % 8 != 0 ||
+      !aligned(a.weight.ptr, 16)) {
+    return false;
+  }
+  for (int p = 0; p < 3; p++) {
+    if (to.first[p] == INT64_MAX) continue;
+    const View& y = to.part[p];
+    if (y.sd != 1 || !aligned(y.ptr, 16) || y.sb % 8 != 0 || to.first[p] % 8 != 0 ||
+        y.dtype != a.x.dtype) {
+      return false;
+    }
+  }
+  return true;
+}
+
+template <class T, int L, bool TAPS>
+cudaError_t token_launch(const ConvArgs& a, const ConvTarget& to, const GateOutputs& gate,
+                         int norm_lanes, cudaStream_t stream) {
+  for (int64_t first = 0; first < a.seqs.N; first += kMaxGridY) {
+    const int64_t count = a.seqs.N - first < kMaxGridY ? a.seqs.N - first : kMaxGridY;
+    const dim3 grid(blocks_for(a.C / 8 + (gate.g ? gate.HV : 0), 128),
+                    static_cast<unsigned>(count));
+    const cudaError_t error = launch(conv_token<T, L, TAPS>, grid, dim3(128), 0, stream, a, to, gate,
+                                     first, norm_lanes);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
+template <class T>
+cudaError_t token(const ConvArgs& a, const ConvTarget& to, const GateOutputs& gate, int norm_lanes,
+                  cudaStream_t stream) {
+  const bool taps = a.state.s_l == 1 && a.state.s_c == a.state.L;
+  if (a.state.L == 3) {
+    return taps ? token_launch<T, 3, true>(a, to, gate, norm_lanes, stream)
+                : token_launch<T, 3, false>(a, to, gate, norm_lanes, stream);
+  }
+  return taps ? token_launch<T, 4, true>(a, to, gate, norm_lanes, stream)
+              : token_launch<T, 4, false>(a, to, gate, norm_lanes, stream);
+}
+
+template <class XT, class GT>
+cudaError_t norm_launch(const NormArgs& a, cudaStream_t stream) {
+  const bool vec = aligned(a.x, 16) && aligned(a.gate, 16) && aligned(a.y, 16) && a.s_x % 4 == 0 &&
+                   a.s_gate % 4 == 0;
+  const dim3 grid(blocks_for(a.rows, 4));
+  if (vec && a.V == 128) return launch(norm_rows<XT, GT, 4>, grid, dim3(128), 0, stream, a);
+  if (vec && a.V == 256) return launch(norm_rows<XT, GT, 8>, grid, dim3(128), 0, stream, a);
+  return launch(norm_rows<XT, GT, 0>, grid, dim3(128), 0, stream, a);
+}
+
+template <class XT>
+cudaError_t norm_gate(const NormArgs& a, cudaStream_t stream) {
+  switch (a.gate_dtype) {
+    case DType::f32:
+      return norm_launch<XT, float>(a, stream);
+    case DType::bf16:
+      return norm_launch<XT, bf16>(a, stream);
+    default:
+      return norm_launch<XT, f16>(a, stream);
+  }
+}
+
+template <class XT>
+cudaError_t heads_launch(const NormArgs& a, const View& gate, int64_t B, int64_t T, int64_t HV,
+                         cudaStream_t stream) {
+  const int64_t tokens = B * T;
+  const bool vec = aligned(a.x, 16) && aligned(a.y, 16) && vector_view(gate, 4);
+  const dim3 grid(static_cast<unsigned>((HV + 3) / 4),
+                  static_cast<unsigned>(tokens < kMaxGridY ? tokens : kMaxGridY));
+  const int hv = static_cast<int>(HV), t = static_cast<int>(T);
+  if (vec && a.V == 128) {
+    return launch(norm_heads<XT, XT, 4>, grid, dim3(128), 0, stream, a, gate, hv, t, tokens);
+  }
+  return launch(norm_heads<XT, XT, 0>, grid, dim3(128), 0, stream, a, gate, hv, t, tokens);
+}
+
+}  // namespace
+
+cudaError_t gating(const GatingArgs& a, cudaStream_t stream) {
+  const int64_t all = a.rows_b * a.rows_t * a.HV;
+  if (all == 0) return cudaSuccess;
+  return launch(plain_gates, dim3(blocks_for(all, 256)), dim3(256), 0, stream, a);
+}
+
+cudaError_t short_conv(const ConvArgs& a, cudaStream_t stream) {
+  ConvTarget to;
+  to.part[0] = a.y;
+  if (a.seqs.N > 0 && token_can(a, to)) {
+    return a.x.dtype == DType::bf16 ? token<bf16>(a, to, GateOutputs(), 0, stream)
+                                    : token<f16>(a, to, GateOutputs(), 0, stream);
+  }
+  return channels(a, to, a.state, stream);
+}
+
+cudaError_t conv1d(const ConvArgs& a, const ConvPool& final_state, cudaStream_t stream) {
+  ConvTarget to;
+  to.part[0] = a.y;
+  return channels(a, to, final_state, stream);
+}
+
+cudaError_t conv_gating(const ConvGatingArgs& a, cudaStream_t stream) {
+  const ConvArgs& c = a.conv;
+  if (c.seqs.N == 0 || c.seqs.B * c.seqs.T == 0) return cudaSuccess;
+  ConvTarget to;
+  to.part[0] = a.q;
+  to.part[1] = a.k;
+  to.part[2] = a.v;
+  to.first[1] = a.H * a.K;
+  to.first[2] = 2 * a.H * a.K;
+  GateOutputs gate;
+  gate.gates = a.gates;
+  gate.g = a.g;
+  gate.beta = a.beta;
+  gate.HV = a.HV;
+  const int64_t lanes = a.K / 8;
+  const bool norm_inside = a.K % 8 == 0 && lanes <= 32 && (lanes & (lanes - 1)) == 0;
+  if (token_can(c, to) && (!a.l2norm || norm_inside)) {
+    const int norm_lanes = a.l2norm ? static_cast<int>(lanes) : 0;
+    return c.x.dtype == DType::bf16 ? token<bf16>(c, to, gate, norm_lanes, stream)
+                                    : token<f16>(c, to, gate, norm_lanes, stream);
+  }
+  cudaError_t error = channels(c, to, c.state, stream);
+  for (int p = 0; p < 2 && a.l2norm && error == cudaSuccess; p++) {
+    error = launch(normalize_heads,
+                   dim3(blocks_for(c.seqs.B * c.seqs.T * a.H, 4, INT64_C(2147483647))), dim3(128),
+                   0, stream, to.part[p], c.seqs.B, c.seqs.T, a.H, a.K);
+  }
+  for (int64_t first = 0; first < c.seqs.N && error == cudaSuccess; first += kMaxGridY) {
+    const int64_t count = c.seqs.N - first < kMaxGridY ? c.seqs.N - first : kMaxGridY;
+    error = launch(sequence_gates,
+                   dim3(blocks_for(most_tokens(c.seqs) * a.HV, 128, 1024),
+                        static_cast<unsigned>(count)),
+                   dim3(128), 0, stream, c.seqs, gate, first);
+  }
+  return error;
+}
+
+cudaError_t gated_rms_norm(const NormArgs& a, cudaStream_t stream) {
+  if (a.rows == 0 || a.V == 0) return cudaSuccess;
+  switch (a.dtype) {
+    case DType::f32:
+      return norm_gate<float>(a, stream);
+    case DType::bf16:
+      return norm_gate<bf16>(a, stream);
+    default:
+      return norm_gate<f16>(a, stream);
+  }
+}
+
+cudaError_t gated_norm_heads(const NormArgs& a, const View& gate, int64_t B, int64_t T, int64_t HV,
+                             cudaStream_t stream) {
+  if (B * T == 0 || a.V == 0) return cudaSuccess;
+  switch (a.dtype) {
+    case DType::f32:
+      return heads_launch<float>(a, gate, B, T, HV, stream);
+    case DType::bf16:
+      return heads_launch<bf16>(a, gate, B, T, HV, stream);
+    default:
+      return heads_launch<f16>(a, gate, B, T, HV, stream);
+  }
+}
+
+}  // namespace cuda
+}  // namespace gdn

@@ -1,0 +1,266 @@
+// Torch glue of the CUDA backend: check, allocate, launch on the current stream.
+//
+// An op that is not registered here has no CUDA kernel; the dispatcher refuses it by name.
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#include <torch/library.h>
+
+#include "../checks.h"
+#include "kernels/kernels.h"
+
+namespace gdn::cuda {
+namespace {
+
+using at::Tensor;
+
+void launched(const char* op, cudaError_t error) {
+  TORCH_CHECK(error == cudaSuccess, op, ": CUDA launch failed: ", cudaGetErrorString(error));
+}
+
+cudaStream_t stream() { return c10::cuda::getCurrentCUDAStream().stream(); }
+
+Tensor run_recurrent(const char* op, const Tensor& q, const Tensor& k, const Tensor& v,
+                     const GateTensors& gates, Tensor& state, const SeqTensors& seq,
+                     std::optional<double> scale, bool qk_l2norm) {
+  const c10::cuda::CUDAGuard guard(q.device());
+  RecurrentArgs a = recurrent_args(op, q, k, v, gates, &state, nullptr, seq, scale, qk_l2norm);
+  Tensor out = new_output(v, v.sizes());
+  a.out = view_of(out, a.V);
+  launched(op, recurrent(a, stream()));
+  return out;
+}
+
+Tensor recurrent_op(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g,
+                    const Tensor& beta, Tensor& state, const OptTensor& state_indices,
+                    const OptTensor& has_initial_state, const OptTensor& cu_seqlens,
+                    const OptTensor& num_accepted, std::optional<double> scale, bool qk_l2norm) {
+  return run_recurrent("recurrent", q, k, v, {g, beta}, state,
+                       {state_indices, has_initial_state, cu_seqlens, num_accepted}, scale,
+                       qk_l2norm);
+}
+
+Tensor recurrent_gated_op(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& a,
+                          const Tensor& b, const Tensor& A_log, const Tensor& dt_bias,
+                          Tensor& state, const OptTensor& state_indices,
+                          const OptTensor& has_initial_state, const OptTensor& cu_seqlens,
+                          const OptTensor& num_accepted, std::optional<double> scale,
+                          bool qk_l2norm) {
+  return run_recurrent("recurrent_gated", q, k, v, {a, b, &A_log, &dt_bias}, state,
+                       {state_indices, has_initial_state, cu_seqlens, num_accepted}, scale,
+                       qk_l2norm);
+}
+
+Tensor scratch(const Tensor& like, size_t bytes) {
+  return at::empty({static_cast<int64_t>(bytes)}, like.options().dtype(at::kByte));
+}
+
+void check_buffered(const char* op, const RecurrentArgs& a) {
+  const char* refusal = buffered_refusal(a);
+  TORCH_CHECK(!refusal, op, ": ", refusal, "; got K = ", a.K, ", R = ", a.window.R);
+}
+
+Tensor recurrent_buffered_op(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g,
+                             const Tensor& beta, Tensor& state, Tensor& win_k, Tensor& win_u,
+                             Tensor& win_g, Tensor& win_fill, const OptTensor& state_indices,
+                             const OptTensor& has_initial_state, const OptTensor& cu_seqlens,
+                             const OptTensor& num_accepted, std::optional<double> scale,
+                             bool qk_l2norm) {
+  const char* op = "recurrent_buffered";
+  const c10::cuda::CUDAGuard guard(q.device());
+  const WindowTensors window{win_k, win_u, win_g, win_fill};
+  RecurrentArgs a = recurrent_args(op, q, k, v, {g, beta}, &state, &window,
+                                   {state_indices, has_initial_state, cu_seqlens, num_accepted},
+                                   scale, qk_l2norm);
+  check_buffered(op, a);
+  Tensor out = new_output(v, v.sizes());
+  a.out = view_of(out, a.V);
+  const Tensor memory = scratch(q, buffered_workspace(a));
+  launched(op, recurrent_buffered(a, memory.data_ptr(), stream()));
+  return out;
+}
+
+void window_flush_op(Tensor& state, Tensor& win_k, Tensor& win_u, Tensor& win_g, Tensor& win_fill,
+                     const OptTensor& state_indices) {
+  const char* op = "window_flush";
+  const c10::cuda::CUDAGuard guard(state.device());
+  const WindowTensors window{win_k, win_u, win_g, win_fill};
+  const RecurrentArgs a = window_args(op, &state, &window, win_fill, state_indices);
+  check_buffered(op, a);
+  const Tensor memory = scratch(state, buffered_workspace(a));
+  launched(op, window_flush(a, memory.data_ptr(), stream()));
+}
+
+void window_reset_op(Tensor& win_fill, const OptTensor& state_indices) {
+  const c10::cuda::CUDAGuard guard(win_fill.device());
+  launched("window_reset",
+           window_reset(window_args("window_reset", nullptr, nullptr, win_fill, state_indices),
+                        stream()));
+}
+
+std::tuple<Tensor, Tensor> gating_op(const Tensor& a, const Tensor& b, const Tensor& A_log,
+                                     const Tensor& dt_bias) {
+  const c10::cuda::CUDAGuard guard(a.device());
+  GatingArgs args = gating_args("gating", a, b, A_log, dt_bias);
+  Tensor g = at::empty(a.sizes(), a.options().dtype(at::kFloat));
+  Tensor beta = at::empty_like(g);
+  args.g = g.data_ptr<float>();
+  args.beta = beta.data_ptr<float>();
+  launched("gating", gating(args, stream()));
+  return {g, beta};
+}
+
+Tensor short_conv_op(const Tensor& x, const Tensor& weight, const OptTensor& bias,
+                     Tensor& conv_state, const OptTensor& state_indices,
+                     const OptTensor& has_initial_state, const OptTensor& cu_seqlens,
+                     const OptTensor& num_accepted, const std::string& activation,
+                     bool conv_leading) {
+  const c10::cuda::CUDAGuard guard(x.device());
+  ConvArgs a = conv_args("short_conv", x, weight, bias, conv_state,
+                         {state_indices, has_initial_state, cu_seqlens, num_accepted},
+                         activation, conv_leading);
+  Tensor y = new_output(x, x.sizes());
+  a.y = view_of(y, 0);
+  launched("short_conv", short_conv(a, stream()));
+  return y;
+}
+
+// Outputs of the pass before the recurrence.
+struct Front {
+  Tensor q, k, v, g, beta;
+  Front(ConvGatingArgs& f, const Tensor& like) {
+    const int64_t B = f.conv.seqs.B, T = f.conv.seqs.T;
+    q = at::empty({B, T, f.H, f.K}, like.options());
+    k = at::empty({B, T, f.H, f.K}, like.options());
+    v = at::empty({B, T, f.HV, f.V}, like.options());
+    g = at::empty({B, T, f.HV}, like.options().dtype(at::kFloat));
+    beta = at::empty({B, T, f.HV}, like.options().dtype(at::kFloat));
+    f.q = view_of(q, f.K);
+    f.k = view_of(k, f.K);
+    f.v = view_of(v, f.V);
+    f.g = g.data_ptr<float>();
+    f.beta = beta.data_ptr<float>();
+  }
+};
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> conv_gating_op(
+    const Tensor& mixed_qkv, const Tensor& a, const Tensor& b, const Tensor& conv_weight,
+    const OptTensor& conv_bias, const Tensor& A_log, const Tensor& dt_bias, Tensor& conv_state,
+    int64_t num_k_heads, int64_t head_k_dim, const OptTensor& state_indices,
+    const OptTensor& has_initial_state, const OptTensor& cu_seqlens, const OptTensor& num_accepted,
+    bool qk_l2norm, const std::string& activation, bool conv_leading) {
+  const c10::cuda::CUDAGuard guard(mixed_qkv.device());
+  ConvGatingArgs f = conv_gating_args(
+      "conv_gating", mixed_qkv, a, b, conv_weight, conv_bias, A_log, dt_bias, conv_state,
+      num_k_heads, head_k_dim, {state_indices, has_initial_state, cu_seqlens, num_accepted},
+      qk_l2norm, activation, conv_leading);
+  const Front out(f, mixed_qkv);
+  launched("conv_gating", conv_gating(f, stream()));
+  return {out.q, out.k, out.v, out.g, out.beta};
+}
+
+Tensor gated_rms_norm_op(const Tensor& x, const Tensor& gate, const Tensor& weight, double eps) {
+  const c10::cuda::CUDAGuard guard(x.device());
+  NormArgs a = norm_args("gated_rms_norm", x, gate, weight, eps);
+  Tensor y = new_output(x, x.sizes());
+  a.y = y.data_ptr();
+  launched("gated_rms_norm", gated_rms_norm(a, stream()));
+  return y;
+}
+
+// conv + gates, the recurrence, the gated norm: three launches that overlap where the device has
+// programmatic dependent launch. Three value heads read the conv columns of one q/k head, so the
+// pass that rolls those columns has to be a launch of its own.
+Tensor run_decode(const char* op, const DecodeTensors& t, int64_t num_k_heads, int64_t head_k_dim,
+                  const SeqTensors& seq, std::optional<double> scale, bool qk_l2norm, double eps,
+                  const std::string& activation, bool conv_leading) {
+  const c10::cuda::CUDAGuard guard(t.projected.device());
+  DecodeArgs d = decode_args(op, t, num_k_heads, head_k_dim, seq, scale, qk_l2norm, eps,
+                             activation, conv_leading);
+  RecurrentArgs& r = d.recurrent;
+  // The recurrence normalises q and k in float32, from what the model would round there.
+  d.front.l2norm = false;
+  const Front front(d.front, t.projected);
+  r.q = d.front.q;
+  r.k = d.front.k;
+  r.v = d.front.v;
+  Tensor g = front.g, beta = front.beta;
+  r.gates = Gates();
+  r.gates.g = view_of(g, 1);
+  r.gates.beta = view_of(beta, 1);
+  const int64_t B = r.seqs.B, T = r.seqs.T;
+  Tensor o = at::empty({B, T, r.HV, r.V}, t.projected.options());
+  r.out = view_of(o, r.V);
+  Tensor memory;
+  if (r.window.fill) {
+    check_buffered(op, r);
+    memory = scratch(t.projected, buffered_workspace(r));
+  }
+  const cudaStream_t s = stream();
+  launched(op, conv_gating(d.front, s));
+  launched(op, r.window.fill ? recurrent_buffered(r, memory.data_ptr(), s) : recurrent(r, s));
+  Tensor y = at::empty({B, T, r.HV * r.V}, t.projected.options());
+  NormArgs n;
+  n.rows = B * T * r.HV;
+  n.V = r.V;
+  n.x = o.data_ptr();
+  n.y = y.data_ptr();
+  n.dtype = n.gate_dtype = r.out.dtype;
+  n.s_x = r.V;
+  n.weight = d.norm_weight;
+  n.eps = d.norm_eps;
+  launched(op, gated_norm_heads(n, d.z, B, T, r.HV, s));
+  return y;
+}
+
+Tensor decode_op(const Tensor& projected, const Tensor& conv_weight, const OptTensor& conv_bias,
+                 const Tensor& A_log, const Tensor& dt_bias, const Tensor& norm_weight,
+                 Tensor& conv_state, Tensor& state, int64_t num_k_heads, int64_t head_k_dim,
+                 const OptTensor& state_indices, const OptTensor& has_initial_state,
+                 const OptTensor& cu_seqlens, const OptTensor& num_accepted,
+                 std::optional<double> scale, bool qk_l2norm, double eps,
+                 const std::string& activation, bool conv_leading) {
+  return run_decode("decode",
+                    {projected, conv_weight, conv_bias, A_log, dt_bias, norm_weight, conv_state,
+                     &state, nullptr},
+                    num_k_heads, head_k_dim,
+                    {state_indices, has_initial_state, cu_seqlens, num_accepted}, scale, qk_l2norm,
+                    eps, activation, conv_leading);
+}
+
+Tensor decode_buffered_op(const Tensor& projected, const Tensor& conv_weight,
+                          const OptTensor& conv_bias, const Tensor& A_log, const Tensor& dt_bias,
+                          const Tensor& norm_weight, Tensor& conv_state, Tensor& state,
+                          Tensor& win_k, Tensor& win_u, Tensor& win_g, Tensor& win_fill,
+                          int64_t num_k_heads, int64_t head_k_dim, const OptTensor& state_indices,
+                          const OptTensor& has_initial_state, const OptTensor& cu_seqlens,
+                          const OptTensor& num_accepted, std::optional<double> scale,
+                          bool qk_l2norm, double eps, const std::string& activation,
+                          bool conv_leading) {
+  const WindowTensors window{win_k, win_u, win_g, win_fill};
+  return run_decode("decode_buffered",
+                    {projected, conv_weight, conv_bias, A_log, dt_bias, norm_weight, conv_state,
+                     &state, &window},
+                    num_k_heads, head_k_dim,
+                    {state_indices, has_initial_state, cu_seqlens, num_accepted}, scale, qk_l2norm,
+                    eps, activation, conv_leading);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(gdn, CUDA, m) {
+  m.impl("recurrent", &recurrent_op);
+  m.impl("recurrent_gated", &recurrent_gated_op);
+  m.impl("recurrent_buffered", &recurrent_buffered_op);
+  m.impl("window_flush", &window_flush_op);
+  m.impl("window_reset", &window_reset_op);
+  m.impl("gating", &gating_op);
+  m.impl("short_conv", &short_conv_op);
+  m.impl("conv_gating", &conv_gating_op);
+  m.impl("gated_rms_norm", &gated_rms_norm_op);
+  m.impl("decode", &decode_op);
+  m.impl("decode_buffered", &decode_buffered_op);
+}
+
+}  // namespace gdn::cuda

@@ -1,0 +1,130 @@
+// Launch arguments. Plain data, at most 512 bytes a kernel, no type whose size differs between host
+// and device (there size_t and pointers to local memory have 32 bits). Addresses are global-memory
+// addresses; strides count elements.
+#pragma once
+
+#include <cstdint>
+
+namespace gdn {
+namespace xpu {
+
+struct Tensor4 {  // [batch, token, head, channel], channels contiguous
+  uint64_t addr;
+  int64_t sb, st, sh;
+  int32_t dtype, pad;
+};
+
+struct Gate {  // [batch, token, head]
+  uint64_t addr;
+  int64_t sb, st, sh;
+  int32_t dtype, pad;
+};
+
+struct IndexVector {  // int32 or int64; addr 0: absent
+  uint64_t addr;
+  int64_t s0, s1;
+  int32_t wide, pad;
+};
+
+struct GateParam {
+  uint64_t addr;
+  int64_t s0;
+  int32_t dtype, pad;
+};
+
+struct RecurrentParams {
+  Tensor4 q, k, v, out;
+  Gate g, beta;  // raw gates: a and b
+  GateParam a_log, dt_bias;
+  uint64_t state;
+  int64_t s_p, s_h, s_v;
+  IndexVector rows, cu, accepted;
+  uint64_t has_init;
+  int64_t s_has;
+  int64_t units;  // pieces of work of `unit` state rows each
+  int32_t unit, units_per_head;
+  int32_t N, T, S, P;
+  int32_t H, HV, K, V;
+  int32_t raw_gates, l2norm;
+  float scale;
+  int32_t pad;
+};
+static_assert(sizeof(RecurrentParams) <= 512, "launch arguments");
+
+// Windows of pending updates, with a base state (state != 0) or without (low-rank).
+struct WindowParams {
+  Tensor4 q, k, v, out;
+  Gate g, beta;
+  uint64_t state;
+  int64_t s_p, s_h, s_v;
+  uint64_t win_k, win_u, win_g, fill;
+  int32_t sk_p, sk_h, sk_r, su_p, su_h, su_r, sg_p, sg_h, sg_r, s_fill;
+  IndexVector rows, cu, accepted;
+  uint64_t has_init;
+  int32_t s_has, unit, units_per_head, state_dtype;
+  int32_t k_dtype, u_dtype, R, P;
+  int32_t N, T, H, HV;
+  int16_t K, V;
+  int16_t token, l2norm;  // index of the token within its sequence
+  float scale;
+  int32_t flush;  // 1: fold what there is; 2: forget it
+};
+static_assert(sizeof(WindowParams) <= 512, "launch arguments");
+
+// The convolution alone (H = 0: y = conv(x)) or with split, gates and norm (q, k, v in y, k, v).
+struct ConvParams {
+  Tensor4 x;                  // [B, T, C]
+  uint64_t y, k, v, g, beta;  // contiguous; y, k, v of x's dtype, g and beta float32
+  GateParam weight;           // [C, W]: s0 over channels, weight_s1 over taps
+  int64_t weight_s1;
+  GateParam bias;
+  uint64_t pool;  // 0: no history, nothing kept
+  int64_t s_p, s_c, s_l;
+  IndexVector rows, cu, accepted;
+  uint64_t has_init;
+  int64_t s_has;
+  Gate a, b;
+  GateParam a_log, dt_bias;
+  int32_t pool_dtype, P, L;
+  int32_t leading, silu, l2norm;
+  int32_t N, T, C, W, H, HV, K, V;
+  int32_t blocks, tiles, tile;  // channel blocks; pieces of `tile` tokens a sequence is cut into
+  int32_t gate_units;           // 0 or 1: whether gates are computed
+};
+static_assert(sizeof(ConvParams) <= 512, "launch arguments");
+
+// One token a sequence, the layer between its projections. `x` is the packed projection, its
+// columns q | k | v | z | b | a; the fields the convolution reads have the names of ConvParams.
+struct DecodeParams {
+  Tensor4 x;
+  uint64_t out;  // [N, HV, V] contiguous, of x's dtype
+  GateParam weight;
+  int64_t weight_s1;
+  GateParam bias;
+  uint64_t pool;
+  int64_t s_p, s_c, s_l;
+  uint64_t state;
+  int64_t state_sp, state_sh, state_sv;
+  IndexVector rows, cu, accepted;
+  uint64_t has_init;
+  int64_t s_has;
+  GateParam a_log, dt_bias, norm_weight;
+  int16_t pool_dtype, leading, silu, l2norm;
+  int32_t P, L, N, C, H, HV, K, V;
+  int16_t W, pad;
+  float scale, eps, inv_v;
+};
+static_assert(sizeof(DecodeParams) <= 512, "launch arguments");
+
+// x and gate are rows of V channels; y is contiguous, of x's dtype.
+struct NormParams {
+  uint64_t x, gate, y;
+  int64_t s_x, s_gate, rows;
+  GateParam weight;
+  int64_t s_gate_head;  // row r: gate row at (r / heads) * s_gate + (r % heads) * s_gate_head
+  int32_t V, dtype, gate_dtype, heads;
+  float eps, inv_v;
+};
+
+}  // namespace xpu
+}  // namespace gdn

@@ -1,0 +1,342 @@
+// Torch glue of the XPU backend: outputs, argument blocks, launches, registration.
+//
+// On Kunlun's torch the chip presents itself as `cuda`, so the kernels are registered under that
+// key; the host twin is a device of its own under PrivateUse1 (torch_device.cpp).
+#include <torch/library.h>
+
+#include <ATen/ATen.h>
+#include <c10/core/DeviceGuard.h>
+
+#include "../checks.h"
+#include "runtime/host.h"
+
+#if defined(GDN_XPU_TWIN)
+#include "twin/report.h"
+#define GDN_XPU_KEY PrivateUse1
+#else
+#include <c10/cuda/CUDAStream.h>
+#define GDN_XPU_KEY CUDA
+#endif
+
+namespace gdn {
+namespace xpu {
+namespace {
+
+using at::Tensor;
+
+// The raw value of the current stream is an XPUStream; the twin has none.
+void* current_stream() {
+#if defined(GDN_XPU_TWIN)
+  return nullptr;
+#else
+  return c10::cuda::getCurrentCUDAStream().stream();
+#endif
+}
+
+// Runs a launch on the tensor's device and turns what it throws into torch's error.
+template <typename F>
+void launch(const char* op, const Tensor& on, F f) {
+  c10::DeviceGuard guard(on.device());
+  try {
+    f(current_stream());
+  } catch (const Unsupported& e) {
+    TORCH_CHECK(false, op, ": ", e.what());
+  } catch (const c10::Error&) {
+    throw;
+  } catch (const std::exception& e) {
+    TORCH_CHECK(false, op, ": ", e.what());
+  }
+}
+
+// With cu_seqlens tokens may lie outside every sequence; their outputs are zero.
+Tensor token_output(const Tensor& like, at::IntArrayRef sizes, const OptTensor& cu_seqlens) {
+  return cu_seqlens ? at::zeros(sizes, like.options()) : new_output(like, sizes);
+}
+
+Tensor recurrent_common(const char* op, const Tensor& q, const Tensor& k, const Tensor& v,
+                        const GateTensors& gates, Tensor& state, const SeqTensors& seq,
+                        std::optional<double> scale, bool qk_l2norm) {
+  RecurrentArgs a = recurrent_args(op, q, k, v, gates, &state, nullptr, seq, scale, qk_l2norm);
+  Tensor o = token_output(q, {q.size(0), q.size(1), a.HV, a.V}, seq.cu_seqlens);
+  a.out = view_of(o, a.V);
+  launch(op, q, [&](void* stream) { recurrent(a, stream); });
+  return o;
+}
+
+Tensor op_recurrent(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g,
+                    const Tensor& beta, Tensor& state, const OptTensor& state_indices,
+                    const OptTensor& has_initial_state, const OptTensor& cu_seqlens,
+                    const OptTensor& num_accepted, std::optional<double> scale, bool qk_l2norm) {
+  return recurrent_common("recurrent", q, k, v, {g, beta}, state,
+                          {state_indices, has_initial_state, cu_seqlens, num_accepted}, scale,
+                          qk_l2norm);
+}
+
+Tensor op_recurrent_gated(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& a,
+                          const Tensor& b, const Tensor& A_log, const Tensor& dt_bias,
+                          Tensor& state, const OptTensor& state_indices,
+                          const OptTensor& has_initial_state, const OptTensor& cu_seqlens,
+                          const OptTensor& num_accepted, std::optional<double> scale,
+                          bool qk_l2norm) {
+  return recurrent_common("recurrent_gated", q, k, v, {a, b, &A_log, &dt_bias}, state,
+                          {state_indices, has_initial_state, cu_seqlens, num_accepted}, scale,
+                          qk_l2norm);
+}
+
+Tensor window_common(const char* op, const Tensor& q, const Tensor& k, const Tensor& v,
+                     const Tensor& g, const Tensor& beta, Tensor* state,
+                     const WindowTensors& window, const SeqTensors& seq,
+                     std::optional<double> scale, bool qk_l2norm) {
+  RecurrentArgs a = recurrent_args(op, q, k, v, {g, beta}, state, &window, seq, scale, qk_l2norm);
+  Tensor o = token_output(q, {q.size(0), q.size(1), a.HV, a.V}, seq.cu_seqlens);
+  a.out = view_of(o, a.V);
+  launch(op, q, [&](void* stream) { recurrent_window(a, stream); });
+  return o;
+}
+
+Tensor op_recurrent_buffered(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g,
+                             const Tensor& beta, Tensor& state, Tensor& win_k, Tensor& win_u,
+                             Tensor& win_g, Tensor& win_fill, const OptTensor& state_indices,
+                             const OptTensor& has_initial_state, const OptTensor& cu_seqlens,
+                             const OptTensor& num_accepted, std::optional<double> scale,
+                             bool qk_l2norm) {
+  return window_common(
+      "recurrent_buffered", q, k, v, g, beta, &state, {win_k, win_u, win_g, win_fill},
+      {state_indices, has_initial_state, cu_seqlens, num_accepted}, scale, qk_l2norm);
+}
+
+Tensor op_recurrent_lowrank(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g,
+                            const Tensor& beta, Tensor& win_k, Tensor& win_u, Tensor& win_g,
+                            Tensor& win_fill, const OptTensor& state_indices,
+                            const OptTensor& has_initial_state, const OptTensor& cu_seqlens,
+                            const OptTensor& num_accepted, std::optional<double> scale,
+                            bool qk_l2norm) {
+  return window_common(
+      "recurrent_lowrank", q, k, v, g, beta, nullptr, {win_k, win_u, win_g, win_fill},
+      {state_indices, has_initial_state, cu_seqlens, num_accepted}, scale, qk_l2norm);
+}
+
+void op_window_flush(Tensor& state, Tensor& win_k, Tensor& win_u, Tensor& win_g, Tensor& win_fill,
+                     const OptTensor& state_indices) {
+  const WindowTensors window{win_k, win_u, win_g, win_fill};
+  RecurrentArgs a = window_args("window_flush", &state, &window, win_fill, state_indices);
+  launch("window_flush", win_fill, [&](void* stream) { window_flush(a, stream); });
+}
+
+void op_window_reset(Tensor& win_fill, const OptTensor& state_indices) {
+  RecurrentArgs a = window_args("window_reset", nullptr, nullptr, win_fill, state_indices);
+  launch("window_reset", win_fill, [&](void* stream) { window_reset(a, stream); });
+}
+
+std::tuple<Tensor, Tensor> op_gating(const Tensor& a, const Tensor& b, const Tensor& A_log,
+                                     const Tensor& dt_bias) {
+  GatingArgs args = gating_args("gating", a, b, A_log, dt_bias);
+  Tensor g = at::empty(a.sizes(), a.options().dtype(at::kFloat));
+  Tensor beta = at::empty(a.sizes(), a.options().dtype(at::kFloat));
+  args.g = g.data_ptr<float>();
+  args.beta = beta.data_ptr<float>();
+  launch("gating", a, [&](void* stream) { gating(args, stream); });
+  return {g, beta};
+}
+
+Tensor op_short_conv(const Tensor& x, const Tensor& weight, const OptTensor& bias,
+                     Tensor& conv_state, const OptTensor& state_indices,
+                     const OptTensor& has_initial_state, const OptTensor& cu_seqlens,
+                     const OptTensor& num_accepted, const std::string& activation,
+                     bool conv_leading) {
+  ConvArgs a = conv_args("short_conv", x, weight, bias, conv_state,
+                         {state_indices, has_initial_state, cu_seqlens, num_accepted}, activation,
+                         conv_leading);
+  Tensor y = token_output(x, x.sizes(), cu_seqlens);
+  a.y = view_of(y, 0);
+  launch("short_conv", x, [&](void* stream) { short_conv(a, stream); });
+  return y;
+}
+
+struct Front {
+  Tensor q, k, v, g, beta;
+};
+
+// Allocates the outputs of a conv_gating call and points its block at them.
+Front front_outputs(ConvGatingArgs& f, const Tensor& x, const OptTensor& cu_seqlens) {
+  const int64_t B = x.size(0), T = x.size(1);
+  Front out;
+  out.q = token_output(x, {B, T, f.H, f.K}, cu_seqlens);
+  out.k = token_output(x, {B, T, f.H, f.K}, cu_seqlens);
+  out.v = token_output(x, {B, T, f.HV, f.V}, cu_seqlens);
+  const Tensor like = at::empty({0}, x.options().dtype(at::kFloat));
+  out.g = token_output(like, {B, T, f.HV}, cu_seqlens);
+  out.beta = token_output(like, {B, T, f.HV}, cu_seqlens);
+  f.q = view_of(out.q, f.K);
+  f.k = view_of(out.k, f.K);
+  f.v = view_of(out.v, f.V);
+  f.g = out.g.data_ptr<float>();
+  f.beta = out.beta.data_ptr<float>();
+  return out;
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> op_conv_gating(
+    const Tensor& mixed_qkv, const Tensor& a, const Tensor& b, const Tensor& conv_weight,
+    const OptTensor& conv_bias, const Tensor& A_log, const Tensor& dt_bias, Tensor& conv_state,
+    int64_t num_k_heads, int64_t head_k_dim, const OptTensor& state_indices,
+    const OptTensor& has_initial_state, const OptTensor& cu_seqlens, const OptTensor& num_accepted,
+    bool qk_l2norm, const std::string& activation, bool conv_leading) {
+  ConvGatingArgs f = conv_gating_args("conv_gating", mixed_qkv, a, b, conv_weight, conv_bias, A_log,
+                                      dt_bias, conv_state, num_k_heads, head_k_dim,
+                                      {state_indices, has_initial_state, cu_seqlens, num_accepted},
+                                      qk_l2norm, activation, conv_leading);
+  Front out = front_outputs(f, mixed_qkv, cu_seqlens);
+  launch("conv_gating", mixed_qkv, [&](void* stream) { conv_gating(f, stream); });
+  return {out.q, out.k, out.v, out.g, out.beta};
+}
+
+Tensor op_gated_rms_norm(const Tensor& x, const Tensor& gate, const Tensor& weight, double eps) {
+  NormArgs n = norm_args("gated_rms_norm", x, gate, weight, eps);
+  Tensor y = at::empty(x.sizes(), x.options());
+  n.y = y.data_ptr();
+  launch("gated_rms_norm", x, [&](void* stream) { gated_rms_norm(n, stream); });
+  return y;
+}
+
+// Where the layer does not fit one launch: convolution and gates, then the recurrence or a window,
+// then the norm, through scratch of torch's own allocator.
+Tensor decode_common(const char* op, const DecodeTensors& t, int64_t num_k_heads,
+                     int64_t head_k_dim, const SeqTensors& seq, std::optional<double> scale,
+                     bool qk_l2norm, double eps, const std::string& activation, bool conv_leading) {
+  const Tensor& x = t.projected;
+  DecodeArgs d = decode_args(op, t, num_k_heads, head_k_dim, seq, scale, qk_l2norm, eps, activation,
+                             conv_leading);
+  RecurrentArgs& r = d.recurrent;
+  const int64_t B = x.size(0), T = x.size(1);
+  if (decode_fits(d)) {
+    Tensor y = new_output(x, {B, T, r.HV * r.V});
+    launch(op, x, [&](void* stream) { decode(d, y.data_ptr(), stream); });
+    return y;
+  }
+  // The recurrence normalises instead where a head is wider than the convolution's block.
+  r.l2norm = d.front.l2norm && r.K > kConvNormMax;
+  d.front.l2norm = d.front.l2norm && !r.l2norm;
+  Front front = front_outputs(d.front, x, seq.cu_seqlens);
+  Tensor o = token_output(x, {B, T, r.HV, r.V}, seq.cu_seqlens);
+  Tensor y = new_output(x, {B, T, r.HV * r.V});
+  r.q = d.front.q;
+  r.k = d.front.k;
+  r.v = d.front.v;
+  r.out = view_of(o, r.V);
+  r.gates = Gates{};
+  r.gates.g = view_of(front.g, 1);
+  r.gates.beta = view_of(front.beta, 1);
+  NormArgs n;
+  n.rows = B * T * r.HV;
+  n.V = r.V;
+  n.x = o.data_ptr();
+  n.gate = d.z.ptr;
+  n.y = y.data_ptr();
+  n.dtype = r.out.dtype;
+  n.gate_dtype = d.z.dtype;
+  n.s_x = r.V;
+  n.weight = d.norm_weight;
+  n.eps = d.norm_eps;
+  // Tokens of the projection lie one stride apart when it is contiguous in its first two
+  // dimensions.
+  TORCH_CHECK(B <= 1 || T <= 1 || d.z.sb == T * d.z.st, op,
+              ": projected: expected [B, T] with one stride between tokens, got strides ",
+              x.strides());
+  n.s_gate = T > 1 ? d.z.st : d.z.sb;
+  launch(op, x, [&](void* stream) {
+    conv_gating(d.front, stream);
+    if (r.window.fill)
+      recurrent_window(r, stream);
+    else
+      recurrent(r, stream);
+    gated_rms_norm(n, stream, r.HV, r.V);
+  });
+  return y;
+}
+
+Tensor op_decode(const Tensor& projected, const Tensor& conv_weight, const OptTensor& conv_bias,
+                 const Tensor& A_log, const Tensor& dt_bias, const Tensor& norm_weight,
+                 Tensor& conv_state, Tensor& state, int64_t num_k_heads, int64_t head_k_dim,
+                 const OptTensor& state_indices, const OptTensor& has_initial_state,
+                 const OptTensor& cu_seqlens, const OptTensor& num_accepted,
+                 std::optional<double> scale, bool qk_l2norm, double eps,
+                 const std::string& activation, bool conv_leading) {
+  return decode_common(
+      "decode",
+      {projected, conv_weight, conv_bias, A_log, dt_bias, norm_weight, conv_state, &state, nullptr},
+      num_k_heads, head_k_dim, {state_indices, has_initial_state, cu_seqlens, num_accepted}, scale,
+      qk_l2norm, eps, activation, conv_leading);
+}
+
+Tensor op_decode_buffered(const Tensor& projected, const Tensor& conv_weight,
+                          const OptTensor& conv_bias, const Tensor& A_log, const Tensor& dt_bias,
+                          const Tensor& norm_weight, Tensor& conv_state, Tensor& state,
+                          Tensor& win_k, Tensor& win_u, Tensor& win_g, Tensor& win_fill,
+                          int64_t num_k_heads, int64_t head_k_dim, const OptTensor& state_indices,
+                          const OptTensor& has_initial_state, const OptTensor& cu_seqlens,
+                          const OptTensor& num_accepted, std::optional<double> scale,
+                          bool qk_l2norm, double eps, const std::string& activation,
+                          bool conv_leading) {
+  const WindowTensors window{win_k, win_u, win_g, win_fill};
+  return decode_common(
+      "decode_buffered",
+      {projected, conv_weight, conv_bias, A_log, dt_bias, norm_weight, conv_state, &state, &window},
+      num_k_heads, head_k_dim, {state_indices, has_initial_state, cu_seqlens, num_accepted}, scale,
+      qk_l2norm, eps, activation, conv_leading);
+}
+
+Tensor op_decode_lowrank(const Tensor& projected, const Tensor& conv_weight,
+                         const OptTensor& conv_bias, const Tensor& A_log, const Tensor& dt_bias,
+                         const Tensor& norm_weight, Tensor& conv_state, Tensor& win_k,
+                         Tensor& win_u, Tensor& win_g, Tensor& win_fill, int64_t num_k_heads,
+                         int64_t head_k_dim, const OptTensor& state_indices,
+                         const OptTensor& has_initial_state, const OptTensor& cu_seqlens,
+                         const OptTensor& num_accepted, std::optional<double> scale, bool qk_l2norm,
+                         double eps, const std::string& activation, bool conv_leading) {
+  const WindowTensors window{win_k, win_u, win_g, win_fill};
+  return decode_common("decode_lowrank",
+                       {projected, conv_weight, conv_bias, A_log, dt_bias, norm_weight, conv_state,
+                        nullptr, &window},
+                       num_k_heads, head_k_dim,
+                       {state_indices, has_initial_state, cu_seqlens, num_accepted}, scale,
+                       qk_l2norm, eps, activation, conv_leading);
+}
+
+#if defined(GDN_XPU_TWIN)
+std::string op_twin_report() { return twin::report_json(); }
+void op_twin_configure(std::string key, std::string value) { twin::configure(key, value); }
+std::string op_twin_forms() { return twin::forms_json(); }
+std::vector<std::string> op_twin_sites() { return twin::mutation_sites(); }
+#endif
+
+}  // namespace
+}  // namespace xpu
+}  // namespace gdn
+
+TORCH_LIBRARY_IMPL(gdn, GDN_XPU_KEY, m) {
+  using namespace gdn::xpu;
+  m.impl("recurrent", &op_recurrent);
+  m.impl("recurrent_gated", &op_recurrent_gated);
+  m.impl("recurrent_buffered", &op_recurrent_buffered);
+  m.impl("recurrent_lowrank", &op_recurrent_lowrank);
+  m.impl("window_flush", &op_window_flush);
+  m.impl("window_reset", &op_window_reset);
+  m.impl("gating", &op_gating);
+  m.impl("short_conv", &op_short_conv);
+  m.impl("conv_gating", &op_conv_gating);
+  m.impl("gated_rms_norm", &op_gated_rms_norm);
+  m.impl("decode", &op_decode);
+  m.impl("decode_buffered", &op_decode_buffered);
+  m.impl("decode_lowrank", &op_decode_lowrank);
+}
+
+#if defined(GDN_XPU_TWIN)
+// What tests and the benchmark ask the twin; no part of the product's interface.
+TORCH_LIBRARY(gdn_xpu_twin, m) {
+  using namespace gdn::xpu;
+  m.def("report() -> str", &op_twin_report);
+  m.def("configure(str key, str value) -> ()", &op_twin_configure);
+  m.def("forms() -> str", &op_twin_forms);
+  m.def("sites() -> str[]", &op_twin_sites);
+}
+#endif

@@ -1,0 +1,582 @@
+"""``chunk``, ``chunk_prefill``, ``chunk_lowrank`` and the FLA names against the float64 oracle."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from common import ACTIVATIONS, assert_close, clone_pool, make_pool, make_qkv
+from torch.library import opcheck
+
+import gdn_ops
+from gdn_ops import reference
+
+# f32 sums in another order than the oracle's, over chunks of up to 128 tokens.
+SLACK = 4.0
+
+
+def offsets(lengths, dtype=torch.int32):
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=dtype)
+
+
+def state(N, HV, V, K, seed=7):
+    return torch.randn(N, HV, V, K, generator=torch.Generator().manual_seed(seed))
+
+
+def check(args, initial=None, act=torch.float32, **kwargs):
+    o, final = gdn_ops.chunk(*args, initial, **kwargs)
+    expected_o, expected_final = reference.chunk(*args, initial, **kwargs)
+    assert o.dtype == act and final.dtype == torch.float32
+    assert o.is_contiguous() and final.is_contiguous()
+    assert_close("o", o, expected_o, act, SLACK)
+    assert_close("final_state", final, expected_final, torch.float32, SLACK)
+    return o, final
+
+
+DIMS = [1, 8, 16, 64, 80, 100, 128, 256]
+
+
+@pytest.mark.parametrize(
+    "K, V", [(d, d) for d in DIMS] + [(8, 130), (100, 8), (1, 512), (512, 1), (64, 33), (512, 512)]
+)
+def test_head_dims(K, V):
+    """G3."""
+    check(make_qkv(2, 70, 1, 2, K, V), state(2, 2, V, K))
+
+
+@pytest.mark.parametrize("chunk_size", [16, 17, 32, 50, 64, 100, 128])
+@pytest.mark.parametrize("T", [1, 5, 15, 16, 63, 64, 65, 127, 128, 129, 200])
+def test_lengths_and_chunk_sizes(T, chunk_size):
+    check(make_qkv(1, T, 2, 6, 24, 40), state(1, 6, 40, 24), chunk_size=chunk_size)
+
+
+@pytest.mark.parametrize("act", ACTIVATIONS)
+@pytest.mark.parametrize("ratio", [1, 2, 3, 6])
+def test_dtypes_and_ratios(act, ratio):
+    q, k, v, g, beta = make_qkv(2, 80, 2, 2 * ratio, 64, 32, dtype=act)
+    check((q, k, v, g, beta), act=act, qk_l2norm=True, scale=0.3)
+    check((q, k, v, g.to(act), beta.to(act)), state(2, 2 * ratio, 32, 64), act=act)
+
+
+def test_value_head_reads_its_key_head():
+    """G2: value head h uses key head h // ratio."""
+    q, k, v, g, beta = make_qkv(1, 40, 2, 6, 16, 16)
+    o, _ = gdn_ops.chunk(q, k, v, g, beta)
+    for h in range(6):
+        part = (q[:, :, h // 3, None], k[:, :, h // 3, None], v[:, :, h, None],
+                g[..., h, None], beta[..., h, None])  # fmt: skip
+        assert torch.equal(o[:, :, h, None], gdn_ops.chunk(*part)[0])
+    with pytest.raises(RuntimeError, match="HV = 3 and H = 2"):
+        gdn_ops.chunk(q, k, v[:, :, :3], g[..., :3], beta[..., :3])
+
+
+def test_strided_views_equal_contiguous():
+    q, k, v, g, beta = make_qkv(2, 70, 2, 4, 24, 20)
+    qt, kt, vt = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
+    odd = torch.stack([v, torch.full_like(v, 9.0)], -1)[..., 0]
+    gates = torch.stack([beta, g], -1)
+    S = state(2, 4, 20, 24)
+    St = S.transpose(2, 3).contiguous().transpose(2, 3)
+    expected = gdn_ops.chunk(q, k, v, g, beta, S)
+    for got in (
+        gdn_ops.chunk(qt, kt, vt, gates[..., 1], gates[..., 0], St),
+        gdn_ops.chunk(q, k, odd, g, beta, S),
+    ):
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+        assert all(x.is_contiguous() for x in got)
+
+
+@pytest.mark.parametrize("lengths", [[0, 3, 0, 2, 0], [0], [0, 0], [64, 0, 65, 1], [130, 2, 64]])
+def test_packed_and_zero_length_sequences(lengths):
+    """C1, E5: each sequence equals a run of its own, to the bit; empty ones keep their state."""
+    cu = offsets(lengths)
+    args = make_qkv(1, sum(lengths), 2, 4, 32, 24)
+    S = state(len(lengths), 4, 24, 32)
+    o, final = gdn_ops.chunk(*args, S, cu)
+    for n, (start, end) in enumerate(itertools.pairwise(cu.tolist())):
+        part = [x[:, start:end] for x in args]
+        o_n, final_n = gdn_ops.chunk(*part, S[n : n + 1])
+        assert torch.equal(o[:, start:end], o_n)
+        assert torch.equal(final[n], final_n[0])
+        if start == end:
+            assert torch.equal(final[n], S[n])
+    assert torch.equal(gdn_ops.chunk(*args, None, cu)[1][0] * (lengths[0] == 0),
+                       torch.zeros_like(final[0]))  # fmt: skip
+    assert torch.equal(gdn_ops.chunk(*args, S, cu.long())[0], o)
+
+
+def test_document_does_not_leak():
+    """E5: documents 3 + 2; a change in the first leaves the second alone."""
+    args = make_qkv(1, 5, 1, 2, 8, 8)
+    cu = offsets([3, 2])
+    o, _ = gdn_ops.chunk(*args, None, cu)
+    changed = [x.clone() for x in args]
+    for x in changed:
+        x[:, 0] += 1
+    assert torch.equal(gdn_ops.chunk(*changed, None, cu)[0][:, 3:], o[:, 3:])
+
+
+@pytest.mark.parametrize("parts", [[65], [64, 1], [1, 64], [63, 2], [32, 33], [1] * 65])
+def test_split_anywhere_equals_whole(parts):
+    """E2, E3: across chunk and recurrent, T = 65 however it is cut."""
+    args = make_qkv(1, 65, 1, 2, 8, 8)
+    whole, final = reference.chunk(*args)
+    S, pool, outs = None, make_pool(1, 2, 8, 8), []
+    pool.zero_()
+    for t, n in zip(itertools.accumulate([0, *parts[:-1]]), parts, strict=True):
+        part = [x[:, t : t + n] for x in args]
+        o, S = gdn_ops.chunk(*part, S)
+        outs.append(o)
+        # Every other piece goes through the recurrence instead.
+        if t % 2:
+            gdn_ops.recurrent(*part, pool)
+        else:
+            gdn_ops.chunk_prefill(*part, pool)
+    assert_close("o", torch.cat(outs, 1), whole, torch.float32, 2.5)
+    assert_close("state", S, final, torch.float32, 2.5)
+    assert_close("pool", pool, final, torch.float32, 2.5)
+
+
+def test_right_padding_changes_nothing():
+    """E6: tokens past the end of a sequence are not read."""
+    args = make_qkv(1, 8, 1, 2, 8, 8)
+    expected = gdn_ops.chunk(*(x[:, :5] for x in args))
+    bad = [x.clone() for x in args]
+    for x in bad:
+        x[:, 5:] = math.nan
+    got = gdn_ops.chunk(*(x[:, :5] for x in bad))
+    assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
+
+
+def test_threads_neighbours_and_places_change_no_bit():
+    """E4."""
+    args = make_qkv(8, 100, 2, 6, 40, 56, dtype=torch.bfloat16)
+    S = state(8, 6, 56, 40)
+    threads, results = torch.get_num_threads(), []
+    try:
+        for n in (1, 2, 3, 4, 7, 64):
+            torch.set_num_threads(n)
+            results.append(gdn_ops.chunk(*args, S))
+    finally:
+        torch.set_num_threads(threads)
+    for o, final in results[1:]:
+        assert torch.equal(o, results[0][0]) and torch.equal(final, results[0][1])
+    for place in (0, 7):
+        o, final = gdn_ops.chunk(*(x[place : place + 1] for x in args), S[place : place + 1])
+        assert torch.equal(o, results[0][0][place : place + 1])
+        assert torch.equal(final, results[0][1][place : place + 1])
+
+
+def extreme(kind, T=130, HV=2):
+    g = torch.zeros(1, T, HV)
+    if kind == "vanishing":
+        g.fill_(math.log(1e-12))
+    elif kind == "one -316":
+        g.fill_(-1e-4)
+        g[:, 31] = -316.0
+    elif kind == "alternating":
+        g[:, ::2] = -0.5
+    elif kind == "-inf":
+        g.fill_(-0.1)
+        g[:, 0, 0] = g[:, 17, 0] = g[:, 18, 0] = g[:, 64, 1] = g[:, 129, 1] = -math.inf
+    elif kind == "all -inf":
+        g.fill_(-math.inf)
+    return g
+
+
+KINDS = ["vanishing", "one -316", "zero", "alternating", "-inf", "all -inf"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_extreme_gates(kind):
+    """F1, F2: only products of decays, so nothing overflows and nothing is 0 times inf."""
+    q, k, v, _, beta = make_qkv(1, 130, 1, 2, 16, 16)
+    o, final = check((q, k, v, extreme(kind), beta), state(1, 2, 16, 16))
+    assert torch.isfinite(o).all() and torch.isfinite(final).all()
+
+
+def test_minus_inf_clears_even_an_infinite_state():
+    q, k, v, _, beta = make_qkv(1, 130, 1, 2, 16, 16)
+    g = extreme("all -inf")
+    S = torch.full((1, 2, 16, 16), math.inf)
+    o, final = gdn_ops.chunk(q, k, v, g, beta, S)
+    expected = gdn_ops.chunk(q, k, v, g, beta)
+    assert torch.equal(o, expected[0]) and torch.equal(final, expected[1])
+
+
+def test_decay_comes_before_the_error():
+    """F2: S = 2, k = v = q = 1, g = ln 0.5, beta = 1 leaves 1."""
+    one = torch.ones(1, 1, 1, 1)
+    g = torch.full((1, 1, 1), math.log(0.5))
+    o, final = gdn_ops.chunk(one, one, one, g, torch.ones(1, 1, 1), 2 * torch.ones(1, 1, 1, 1))
+    assert final.item() == 1.0 and o.item() == 1.0
+
+
+def test_negative_eigenvalue():
+    one = torch.ones(1, 3, 1, 1)
+    gates = torch.zeros(1, 3, 1)
+    o, _ = gdn_ops.chunk(one, one, 0 * one, gates, gates + 2, torch.ones(1, 1, 1, 1))
+    assert o.flatten().tolist() == [-1.0, 1.0, -1.0]
+
+
+def test_stale_scratch_is_never_read():
+    """B6: a call of NaN first, then the same answer as before."""
+    args = make_qkv(1, 65, 1, 3, 72, 40)
+    expected = gdn_ops.chunk(*args)
+    gdn_ops.chunk(*(torch.full_like(x, math.nan) for x in make_qkv(2, 128, 1, 3, 72, 40)),
+                  chunk_size=128)  # fmt: skip
+    got = gdn_ops.chunk(*args)
+    assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
+
+
+# --- chunk_prefill
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dtype", ACTIVATIONS)
+def test_prefill_rows(dtype, transposed):
+    """Read and write rows, a shared prefix, fresh and padding ones; no other row is touched."""
+    lengths = [70, 64, 0, 3, 20, 5]
+    cu = offsets(lengths)
+    args = make_qkv(1, sum(lengths), 2, 4, 40, 24)
+    pool = make_pool(12, 4, 24, 40, dtype=dtype, transposed=transposed)
+    pool[4] = math.nan  # read by nobody
+    read = torch.tensor([1, 1, 3, 4, -1, 5])
+    write = torch.tensor([2, 6, 7, 8, 9, -1])
+    has = torch.tensor([True, True, True, False, True, True])
+    edges = torch.tensor([[10, 0], [11, -1], [-1, -1], [0, -1], [0, 0], [-1, -1]])
+    before = clone_pool(pool)
+    kwargs = {"has_initial_state": has, "cu_seqlens": cu, "edge_rows": edges, "chunk_size": 64}
+    expected_o, expected = reference.chunk_prefill(*args, before, read, write, **kwargs)
+    o = gdn_ops.chunk_prefill(*args, pool, read, write, **kwargs)
+    assert_close("o", o, expected_o, torch.float32, SLACK)
+    written = [2, 6, 7, 8, 10, 11]
+    assert_close(
+        "pool", pool[written], expected[written], dtype, SLACK if dtype == torch.float32 else 1.1
+    )
+    others = [0, 1, 3, 5, 9]
+    assert torch.equal(pool[others], before[others])
+    assert torch.equal(o[:, 137:157], torch.zeros_like(o[:, 137:157]))
+    assert torch.equal(pool[7], before[3])
+
+
+def test_snapshots_count_from_each_sequence():
+    """E1 (with the smallest chunk): snapshots are after token C * (i + 1) of that sequence."""
+    lengths = [18, 33]
+    args = make_qkv(1, 51, 1, 2, 8, 8)
+    pool = torch.zeros(8, 2, 8, 8)
+    edges = torch.tensor([[2, -1], [3, 4]], dtype=torch.int32)
+    gdn_ops.chunk_prefill(*args, pool, cu_seqlens=offsets(lengths), edge_rows=edges, chunk_size=16)
+    for row, start, end in ((2, 0, 16), (3, 18, 34), (4, 18, 50), (0, 0, 18), (1, 18, 51)):
+        _, final = gdn_ops.chunk(*(x[:, start:end] for x in args), chunk_size=16)
+        assert torch.equal(pool[row], final[0])
+
+
+def test_prefill_then_decode_equals_one_run():
+    args = make_qkv(2, 70, 2, 6, 32, 32)
+    pool = torch.zeros(2, 6, 32, 32)
+    outs = [gdn_ops.chunk_prefill(*(x[:, :66] for x in args), pool)]
+    for t in range(66, 70):
+        outs.append(gdn_ops.recurrent(*(x[:, t : t + 1] for x in args), pool))
+    expected, final = reference.chunk(*args)
+    assert_close("o", torch.cat(outs, 1), expected, torch.float32, SLACK)
+    assert_close("pool", pool, final, torch.float32, SLACK)
+
+
+def test_raises_before_writing():
+    args = make_qkv(1, 8, 2, 4, 16, 8)
+    pool = make_pool(3, 4, 8, 16)
+    before = pool.clone()
+    bad = [
+        ({"chunk_size": 8}, "chunk_size: expected 16 to 128, got 8"),
+        ({"chunk_size": 129}, "got 129"),
+        ({"read_indices": torch.tensor([3])}, "below P = 3, got 3"),
+        ({"write_indices": torch.tensor([9])}, "write_indices.*below P = 3, got 9"),
+        ({"write_indices": torch.tensor([0, 1])}, "write_indices.*N = 1"),
+        ({"edge_rows": torch.tensor([[0, 7]])}, "edge_rows.*below P = 3, got 7"),
+        ({"edge_rows": torch.tensor([0])}, "edge_rows.*\\[N, E\\]"),
+        ({"read_indices": torch.tensor([[0]])}, "read_indices"),
+        ({"cu_seqlens": torch.tensor([0, 9])}, "end at T = 8, got 9"),
+        ({"cu_seqlens": torch.tensor([0, 5, 3, 8])}, "ascending"),
+    ]
+    for kwargs, message in bad:
+        with pytest.raises(RuntimeError, match=message):
+            gdn_ops.chunk_prefill(*args, pool, **kwargs)
+        assert torch.equal(pool, before)
+    with pytest.raises(RuntimeError, match="requires grad"):
+        gdn_ops.chunk_prefill(args[0].clone().requires_grad_(), *args[1:], pool)
+    with pytest.raises(RuntimeError, match="initial_state: expected float32"):
+        gdn_ops.chunk(*args, pool[:1].bfloat16())
+    with pytest.raises(RuntimeError, match="N = 1"):
+        gdn_ops.chunk(*args, pool)
+    with pytest.raises(RuntimeError, match="device"):
+        gdn_ops.chunk_prefill(*args, pool.to("meta"))
+
+
+def test_empty():
+    for B, T in ((0, 3), (2, 0), (0, 0)):
+        o, final = gdn_ops.chunk(*make_qkv(B, T, 1, 2, 8, 8))
+        assert o.shape == (B, T, 2, 8) and torch.equal(final, torch.zeros(B, 2, 8, 8))
+
+
+# --- gradients
+
+
+def leaves(args, *extra):
+    return [x.clone().requires_grad_() if x is not None else None for x in (*args, *extra)]
+
+
+@pytest.mark.parametrize("l2norm", [False, True])
+@pytest.mark.parametrize("cu", [None, [0, 5, 5, 23, 40]])
+def test_gradcheck(l2norm, cu):
+    cu_seqlens = None if cu is None else torch.tensor(cu)
+    B, T = (2, 20) if cu is None else (1, 40)
+    N = B if cu is None else len(cu) - 1
+    args = [x.double() for x in make_qkv(B, T, 1, 2, 3, 4)]
+    inputs = leaves(args, state(N, 2, 4, 3).double())
+
+    def run(*x):
+        return gdn_ops.chunk(*x, cu_seqlens, 0.7, l2norm, 16)
+
+    assert torch.autograd.gradcheck(run, inputs, nondet_tol=0.0)
+
+
+@pytest.mark.parametrize("kind", [None, *KINDS])
+@pytest.mark.parametrize("dtype", ACTIVATIONS)
+def test_gradients_against_the_sequential_oracle(dtype, kind):
+    q, k, v, g, beta = make_qkv(1, 130, 2, 4, 16, 24, dtype=dtype)
+    if kind is not None:
+        g = extreme(kind, HV=4)
+    S = state(1, 4, 24, 16)
+    ours, theirs = leaves((q, k, v, g, beta), S), leaves((q, k, v, g, beta), S)
+    gen = torch.Generator().manual_seed(3)
+    wo, ws = torch.randn(v.shape, generator=gen), torch.randn(S.shape, generator=gen)
+    o, final = gdn_ops.chunk(*ours, qk_l2norm=True)
+    ((o.double() * wo).sum() + (final.double() * ws).sum()).backward()
+    o, final = reference.chunk(*theirs, qk_l2norm=True)
+    ((o * wo).sum() + (final * ws).sum()).backward()
+    for name, x, y in zip(["q", "k", "v", "g", "beta", "S"], ours, theirs, strict=True):
+        assert x.grad.dtype == x.dtype
+        assert torch.isfinite(x.grad).all(), name
+        # At g = -inf the derivative of exp is 0 times an infinite slope for the oracle's autograd.
+        expected = torch.nan_to_num(y.grad.double())
+        scale = expected.abs().max().clamp(min=1.0)
+        assert_close("d" + name, x.grad / scale, expected / scale, x.dtype, 20.0)
+
+
+def test_gradient_of_one_output_only():
+    args = leaves(make_qkv(1, 20, 1, 2, 8, 8))
+    o, _ = gdn_ops.chunk(*args)
+    o.sum().backward()
+    by_o = [x.grad.clone() for x in args]
+    for x in args:
+        x.grad = None
+    _, final = gdn_ops.chunk(*args)
+    final.sum().backward()
+    assert torch.equal(args[0].grad, torch.zeros_like(args[0]))
+    assert by_o[0].abs().max() > 0 and args[2].grad.abs().max() > 0
+
+
+def test_checkpoint_gives_the_same_gradients():
+    from torch.utils.checkpoint import checkpoint
+
+    args = leaves(make_qkv(1, 70, 1, 2, 8, 8))
+    gdn_ops.chunk(*args)[0].square().sum().backward()
+    expected = [x.grad.clone() for x in args]
+    for x in args:
+        x.grad = None
+    checkpoint(
+        lambda *x: gdn_ops.chunk(*x)[0], *args, use_reentrant=False
+    ).square().sum().backward()
+    for x, y in zip(args, expected, strict=True):
+        assert torch.equal(x.grad, y)
+
+
+def test_compile_forward_and_backward():
+    def loss(q, k, v, g, beta):
+        o, final = gdn_ops.chunk(q, k, v, g, beta, None, None, None, True)
+        return o.square().sum() + final.sum()
+
+    eager, compiled = (leaves(make_qkv(1, 40, 1, 2, 8, 8)) for _ in range(2))
+    loss(*eager).backward()
+    torch.compile(loss, fullgraph=True, backend="aot_eager")(*compiled).backward()
+    for x, y in zip(eager, compiled, strict=True):
+        assert_close("grad", y.grad, x.grad)
+
+
+# --- low rank
+
+
+def make_window(P, H, HV, R, K, V, k_dtype=torch.float32, u_dtype=torch.float32):
+    return (
+        torch.zeros(P, H, R, K, dtype=k_dtype),
+        torch.zeros(P, HV, R, V, dtype=u_dtype),
+        torch.zeros(P, HV, R),
+        torch.zeros(P, dtype=torch.int32),
+    )
+
+
+def check_lowrank(args, window, act_slack=SLACK, **kwargs):
+    expected = reference.chunk_lowrank(*args, *window, **kwargs)
+    o = gdn_ops.chunk_lowrank(*args, *window, **kwargs)
+    assert_close("o", o, expected[0], args[0].dtype, act_slack)
+    assert torch.equal(window[3], expected[4])
+    assert_close("win_k", window[0], expected[1], None, act_slack)
+    assert_close("win_u", window[1], expected[2], None, act_slack)
+    assert_close("win_g", window[2], expected[3])
+    return o
+
+
+@pytest.mark.parametrize("R", [1, 8, 16, 33, 64])
+@pytest.mark.parametrize("chunk_size", [16, 64])
+def test_lowrank_calls_in_a_row(R, chunk_size):
+    """Several calls continue one window, which may start as a ring of any head."""
+    window = make_window(4, 2, 4, R, 24, 40)
+    for x in window[:3]:
+        x.normal_(generator=torch.Generator().manual_seed(5))
+    window[0].div_(window[0].norm(dim=-1, keepdim=True))
+    window[2].copy_(-window[2].abs())
+    window[3].copy_(torch.tensor([0, R + 65536 * (R // 2), R // 2, R]))
+    idx = torch.tensor([1, 2, -1, 3, 0])
+    lengths = [70, 5, 4, 0, 33]
+    has = torch.tensor([True, True, True, True, False])
+    for seed in range(2):
+        args = make_qkv(1, sum(lengths), 2, 4, 24, 40, seed=seed)
+        o = check_lowrank(args, window, state_indices=idx, has_initial_state=has,
+                          cu_seqlens=offsets(lengths), chunk_size=chunk_size)  # fmt: skip
+        assert torch.equal(o[:, 75:79], torch.zeros_like(o[:, 75:79]))
+
+
+@pytest.mark.parametrize("act", ACTIVATIONS)
+def test_lowrank_window_dtypes(act):
+    args = make_qkv(2, 80, 1, 3, 32, 32, dtype=act)
+    window = make_window(2, 1, 3, 16, 32, 32, k_dtype=act, u_dtype=act)
+    check_lowrank(args, window, 1.0 if act != torch.float32 else SLACK, chunk_size=64)
+
+
+def test_lowrank_with_a_window_as_long_as_the_sequence_is_full_rank():
+    args = make_qkv(1, 60, 2, 4, 16, 16)
+    o = gdn_ops.chunk_lowrank(*args, *make_window(1, 2, 4, 64, 16, 16), chunk_size=16)
+    assert_close("o", o, reference.chunk(*args)[0], torch.float32, SLACK)
+
+
+def test_lowrank_error_on_the_vendors_probe():
+    """API.md section 3: T = 128, g uniform in (-3, 0), unit k, R = 16: within 1e-6."""
+    q, k, v, g, beta = make_qkv(1, 128, 2, 4, 128, 128)
+    full, _ = reference.chunk(q, k, v, 3 * g, beta)
+    o = gdn_ops.chunk_lowrank(q, k, v, 3 * g, beta, *make_window(1, 2, 4, 16, 128, 128))
+    assert (o - full).abs().max() <= 1e-6
+    errors = []
+    full, _ = reference.chunk(q, k, v, g / 2, beta)
+    for R in (8, 16, 32):
+        o = gdn_ops.chunk_lowrank(q, k, v, g / 2, beta, *make_window(1, 2, 4, R, 128, 128))
+        errors.append((o - full).abs().max().item())
+    assert errors[0] > errors[1] > errors[2] > 1e-6
+
+
+def test_lowrank_256_sequences_of_mixed_lengths():
+    gen = torch.Generator().manual_seed(11)
+    lengths = torch.randint(0, 301, (256,), generator=gen).tolist()
+    cu = offsets(lengths)
+    args = make_qkv(1, sum(lengths), 1, 2, 16, 16)
+    window = make_window(256, 1, 2, 16, 16, 16)
+    o = gdn_ops.chunk_lowrank(*args, *window, cu_seqlens=cu)
+    assert window[3].tolist() == [min(n, 16) for n in lengths]
+    for n in (0, 100, 255):
+        s, e = cu[n].item(), cu[n + 1].item()
+        alone = gdn_ops.chunk_lowrank(*(x[:, s:e] for x in args), *make_window(1, 1, 2, 16, 16, 16))
+        assert torch.equal(o[:, s:e], alone)
+
+
+# --- FLA names
+
+
+def test_fla_names():
+    q, k, v, g, beta = make_qkv(2, 40, 2, 4, 16, 24)
+    S = torch.randn(2, 4, 16, 24)
+    expected_o, expected = reference.chunk(q, k, v, g, beta, S.transpose(2, 3), qk_l2norm=True)
+    before = S.clone()
+    for f in (gdn_ops.chunk_gated_delta_rule, gdn_ops.fused_recurrent_gated_delta_rule):
+        kwargs = {"g": g, "beta": beta, "use_qk_l2norm_in_kernel": True, "output_final_state": True}
+        o, final = f(q, k, v, initial_state=S, **kwargs)
+        assert_close("o", o, expected_o, torch.float32, SLACK)
+        assert_close("final", final, expected.transpose(2, 3), torch.float32, SLACK)
+        assert torch.equal(S, before)
+        flipped = S.transpose(2, 3).contiguous()
+        o2, final2 = f(q, k, v, initial_state=flipped, transpose_state_layout=True, **kwargs)
+        assert torch.equal(o, o2) and torch.equal(final2.transpose(2, 3), final)
+        assert f(q, k, v, g=g, beta=beta)[1] is None
+        a, A_log, dt_bias = torch.randn(2, 40, 4), torch.rand(4), torch.randn(4)
+        ready, _ = gdn_ops.gating(a, a, A_log, dt_bias)
+        raw = f(q, k, v, g=a, beta=beta, use_gate_in_kernel=True, A_log=A_log, dt_bias=dt_bias)
+        assert torch.equal(raw[0], f(q, k, v, g=ready, beta=beta)[0])
+        ones = f(q, k, v)[0]
+        assert torch.equal(ones, f(q, k, v, g=torch.zeros_like(g), beta=torch.ones_like(g))[0])
+        packed = [x[:1] for x in (q, k, v)]
+        cu = offsets([3, 37])
+        o3, final3 = f(*packed, g=g[:1], beta=beta[:1], cu_seqlens=cu, cu_seqlens_cpu=cu,
+                       output_final_state=True)  # fmt: skip
+        assert final3.shape == (2, 4, 16, 24)
+        for name, value in (("gk", g), ("head_first", True), ("cp_context", object())):
+            with pytest.raises(NotImplementedError, match=name):
+                f(q, k, v, g=g, beta=beta, **{name: value})
+        f(q, k, v, g=g, beta=beta, head_first=False)
+        with pytest.raises(TypeError, match="nonsense"):
+            f(q, k, v, g=g, beta=beta, nonsense=1)
+        with pytest.raises(ValueError, match="use_gate_in_kernel"):
+            f(q, k, v, g=g, beta=beta, A_log=A_log)
+
+
+# --- dispatch
+
+
+def test_opcheck():
+    args = make_qkv(1, 20, 1, 2, 8, 8)
+    S, cu = state(2, 2, 8, 8), offsets([7, 13])
+    ops = torch.ops.gdn
+    for kwargs in ({}, {"initial_state": S, "cu_seqlens": cu}):
+        opcheck(ops.chunk.default, args, kwargs)
+        opcheck(ops.chunk.default, tuple(leaves(args)), kwargs)
+    grads = (torch.randn(1, 20, 2, 8), torch.randn(2, 2, 8, 8))
+    opcheck(ops.chunk_backward.default, (*grads, *args, S, cu, None, True, 16))
+    opcheck(ops.chunk_backward.default, (grads[0], None, *args, None, None, None, False, 16))
+    idx = torch.tensor([0, 2])
+    opcheck(ops.chunk_prefill.default, (*args, make_pool(3, 2, 8, 8)))
+    opcheck(ops.chunk_prefill.default, (*args, make_pool(5, 2, 8, 8), idx, idx + 1),
+            {"cu_seqlens": cu, "edge_rows": torch.tensor([[4], [-1]])})  # fmt: skip
+    opcheck(ops.chunk_lowrank.default, (*args, *make_window(3, 1, 2, 8, 8, 8)))
+    opcheck(ops.chunk_lowrank.default, (*args, *make_window(3, 1, 2, 8, 8, 8)),
+            {"state_indices": idx, "cu_seqlens": cu})  # fmt: skip
+
+
+def test_fake_strides_and_aliasing():
+    """H1, H3: outputs are contiguous and fresh, real and fake."""
+    q, k, v, g, beta = make_qkv(2, 4, 3, 3, 8, 8)
+    views = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    S = state(2, 3, 8, 8)
+    real = gdn_ops.chunk(*views, g, beta, S)
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode() as mode:
+        fake = gdn_ops.chunk(*(mode.from_tensor(x) for x in (*views, g, beta, S)))
+    for x, y in zip(real, fake, strict=True):
+        assert x.stride() == y.stride() and x.shape == y.shape and x.dtype == y.dtype
+    assert len({x.data_ptr() for x in (*views, g, beta, S, *real)}) == 8
+
+
+def test_scratch_does_not_grow_with_tokens():
+    """Forward memory beyond inputs and outputs is the threads' scratch, whatever T is."""
+    import resource
+
+    def run(T):
+        args = make_qkv(1, T, 2, 6, 128, 128)
+        gdn_ops.chunk(*args)
+        base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        out = gdn_ops.chunk(*args)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - base, out[0].numel() * 4 // 1024
+
+    run(4096)
+    grown, output = run(16384)
+    assert grown <= output + 8 * 1024

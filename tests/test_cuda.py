@@ -1,0 +1,440 @@
+"""The CUDA backend against the float64 oracles: layouts, dtypes, sequences, windows, capture."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from gdn_ops import _native, reference
+
+_native.load()
+ops = torch.ops.gdn
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA device")
+
+# Largest error over the largest reference value: f32 sums of up to 512 terms, or one rounding.
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 6e-3, torch.float16: 8e-4}
+DTYPES = list(TOLERANCE)
+
+
+def close(name, got, want, dtype, factor=1.0):
+    got, want = got.detach().cpu().double(), want.cpu().double()
+    assert torch.isfinite(got).all(), f"{name}: not finite"
+    error = (got - want).abs().max().item() if got.numel() else 0.0
+    scale = max(want.abs().max().item(), 1e-3) if want.numel() else 1.0
+    assert error <= factor * TOLERANCE[dtype] * scale, (name, error, scale)
+
+
+def inputs(B, T, H, HV, K, V, dtype=torch.float32, seed=0):
+    r = torch.Generator().manual_seed(seed)
+    q, k = (torch.randn(B, T, H, K, generator=r) for _ in range(2))
+    # Keys of unit length, as the model's: longer ones make the recurrence grow without bound.
+    q, k = ((x / x.norm(dim=-1, keepdim=True)).to(dtype) for x in (q, k))
+    v = torch.randn(B, T, HV, V, generator=r).to(dtype)
+    g = -torch.rand(B, T, HV, generator=r)
+    beta = torch.rand(B, T, HV, generator=r)
+    return q, k, v, g, beta
+
+
+def pool(P, HV, V, K, dtype=torch.float32, layout="vk", seed=1):
+    r = torch.Generator().manual_seed(seed)
+    if layout == "vk":
+        return torch.randn(P, HV, V, K, generator=r).to(dtype)
+    return torch.randn(P, HV, K, V, generator=r).to(dtype).transpose(2, 3)
+
+
+def gpu(*tensors):
+    return [t.cuda() if isinstance(t, torch.Tensor) else t for t in tensors]
+
+
+def run_recurrent(args, state, dtype, **kwargs):
+    want_o, want_s = reference.recurrent(*args, state, **kwargs)
+    device_state = state.cuda()
+    if state.stride() != device_state.stride():
+        device_state = state.transpose(2, 3).contiguous().cuda().transpose(2, 3)
+    device = {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()}
+    o = ops.recurrent(*gpu(*args), device_state, **device)
+    close("o", o, want_o, args[0].dtype)
+    close("state", device_state, want_s, dtype)
+    return o, device_state
+
+
+@pytest.mark.parametrize("layout", ["vk", "kv"])
+@pytest.mark.parametrize("state_dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("T", [1, 3])
+def test_recurrent_dtypes_and_layouts(T, dtype, state_dtype, layout):
+    args = inputs(5, T, 2, 6, 128, 128, dtype)
+    index = torch.tensor([6, -1, 0, 3, 2])
+    fresh = torch.tensor([True, True, False, True, True])
+    run_recurrent(
+        args, pool(8, 6, 128, 128, state_dtype, layout), state_dtype,
+        state_indices=index, has_initial_state=fresh, qk_l2norm=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("K", [1, 8, 16, 64, 80, 100, 256, 512])
+@pytest.mark.parametrize("V", [1, 8, 64, 130])
+def test_recurrent_shapes(K, V):
+    run_recurrent(inputs(2, 2, 1, 3, K, V), pool(2, 3, V, K), torch.float32, qk_l2norm=True)
+
+
+def test_recurrent_packed_with_empty_sequences():
+    cu = torch.tensor([0, 0, 3, 3, 8, 9], dtype=torch.int32)
+    args = inputs(1, 9, 2, 4, 128, 128)
+    index = torch.tensor([1, 0, 4, 3, -1], dtype=torch.int32)
+    run_recurrent(args, pool(6, 4, 128, 128), torch.float32, cu_seqlens=cu, state_indices=index)
+
+
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+def test_recurrent_speculative(state_dtype):
+    args = inputs(3, 3, 2, 6, 128, 128)
+    table = torch.tensor([[4, 5, 6], [1, 2, -1], [7, 8, 9]])
+    accepted = torch.tensor([0, 2, 3])
+    run_recurrent(
+        args, pool(10, 6, 128, 128, state_dtype), state_dtype,
+        state_indices=table, num_accepted=accepted, qk_l2norm=True,
+    )  # fmt: skip
+
+
+def test_untouched_rows_and_poisoned_padding():
+    args = [x.clone() for x in inputs(4, 1, 2, 4, 128, 128)]
+    for x in args[:3]:
+        x[1] = x[3] = float("nan")
+    state = torch.full((8, 4, 128, 128), 5.0)
+    state[6] = float("nan")
+    index = torch.tensor([2, -1, 6, -7])
+    fresh = torch.tensor([True, True, False, True])
+    device = state.cuda()
+    o = ops.recurrent(*gpu(*args), device, index.cuda(), fresh.cuda())
+    assert (o[1] == 0).all() and (o[3] == 0).all() and torch.isfinite(o).all()
+    untouched = [0, 1, 3, 4, 5, 7]
+    assert torch.equal(device[untouched].cpu(), state[untouched])
+    assert torch.isfinite(device).all()
+
+
+@pytest.mark.parametrize("state_dtype", DTYPES)
+def test_same_bits_alone_and_in_a_batch(state_dtype):
+    """Large batches take other tiles than small ones; a row must not notice."""
+    B, HV = 64, 16
+    args = inputs(B, 1, 4, HV, 128, 128, torch.bfloat16)
+    state = pool(B, HV, 128, 128, state_dtype).cuda()
+    alone = state[7:8].clone()
+    o = ops.recurrent(*gpu(*args), state, qk_l2norm=True)
+    o1 = ops.recurrent(*[x[7:8].cuda() for x in args], alone, qk_l2norm=True)
+    assert torch.equal(o[7:8], o1) and torch.equal(state[7:8], alone)
+
+
+def test_offsets_beyond_32_bits():
+    base = torch.empty(2**31 + 2**17, dtype=torch.bfloat16, device="cuda")
+    state = base.as_strided((3, 1, 128, 128), (2**30, 2**14, 128, 1))
+    state[2] = 1.0
+    args = inputs(1, 1, 1, 1, 128, 128)
+    want_o, want_s = reference.recurrent(*args, torch.ones(1, 1, 128, 128))
+    o = ops.recurrent(*gpu(*args), state, torch.tensor([2], device="cuda"))
+    close("o", o, want_o, torch.float32)
+    close("state", state[2:], want_s, torch.bfloat16)
+
+
+def test_batch_beyond_the_grid():
+    B = 66000
+    args = inputs(B, 1, 1, 1, 2, 2)
+    state = torch.zeros(B, 1, 2, 2)
+    device = state.cuda()
+    o = ops.recurrent(*gpu(*args), device)
+    want, _ = reference.recurrent(*[x[-3:] for x in args], state[-3:])
+    close("o", o[-3:], want, torch.float32)
+
+
+def test_decay_of_minus_infinity_clears():
+    q, k, v, g, beta = inputs(2, 2, 1, 2, 128, 128)
+    g[0, 0] = -float("inf")
+    run_recurrent((q, k, v, g, beta), pool(2, 2, 128, 128), torch.float32)
+
+
+def test_gates_inside():
+    q, k, v, _, _ = inputs(3, 2, 2, 6, 128, 128, torch.bfloat16)
+    r = torch.Generator().manual_seed(3)
+    packed = torch.randn(3, 2, 12, generator=r).bfloat16()
+    a, b = packed[..., 1::2], packed[..., 0::2]
+    A_log, dt_bias = torch.rand(6, generator=r), torch.rand(6, generator=r).bfloat16()
+    state = pool(3, 6, 128, 128)
+    want_o, want_s = reference.recurrent_gated(q, k, v, a, b, A_log, dt_bias, state)
+    device = state.cuda()
+    on = packed.cuda()
+    o = ops.recurrent_gated(
+        *gpu(q, k, v), on[..., 1::2], on[..., 0::2], *gpu(A_log, dt_bias), device
+    )
+    close("o", o, want_o, torch.bfloat16)
+    close("state", device, want_s, torch.float32)
+    g, beta = ops.gating(on[..., 1::2], on[..., 0::2], *gpu(A_log, dt_bias))
+    want_g, want_beta = reference.gating(a, b, A_log, dt_bias)
+    close("g", g, want_g, torch.float32)
+    close("beta", beta, want_beta, torch.float32)
+
+
+def window(P, H, HV, R, K, V, k_dtype, u_dtype):
+    """Garbage that a correct kernel never reads."""
+    return [
+        torch.full((P, H, R, K), float("nan"), dtype=k_dtype, device="cuda"),
+        torch.full((P, HV, R, V), float("nan"), dtype=u_dtype, device="cuda"),
+        torch.full((P, HV, R), float("nan"), device="cuda"),
+        torch.zeros(P, dtype=torch.int32, device="cuda"),
+    ]
+
+
+@pytest.mark.parametrize("R", [1, 4, 8, 33])
+@pytest.mark.parametrize("K,V", [(128, 128), (64, 40), (256, 64)])
+def test_buffered_equals_recurrent_at_every_step(R, K, V):
+    B, H, HV, P = 3, 2, 4, 5
+    state = pool(P, HV, V, K)
+    exact = state.clone()
+    device, win = state.cuda(), window(P, H, HV, R, K, V, torch.float32, torch.float32)
+    index = torch.tensor([4, -1, 0])
+    for step in range(2 * R + 3):
+        args = inputs(B, 1, H, HV, K, V, seed=step)
+        fresh = torch.tensor([step != R, True, True])
+        want, exact = reference.recurrent(
+            *args, exact, state_indices=index, has_initial_state=fresh, qk_l2norm=True
+        )
+        o = ops.recurrent_buffered(
+            *gpu(*args), device, *win, index.cuda(), fresh.cuda(), qk_l2norm=True
+        )
+        close(f"o {step}", o, want, torch.float32, 4)
+    ops.window_flush(device, *win, index.cuda())
+    assert win[3].cpu().tolist() == [0] * P
+    close("state", device, exact, torch.float32, 4)
+
+
+@pytest.mark.parametrize("state_dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_buffered_16_bit(dtype, state_dtype):
+    B, H, HV, R = 2, 2, 4, 8
+    state = pool(B, HV, 128, 128, state_dtype)
+    exact = state.double()
+    k_dtype = torch.float32 if state_dtype == torch.float32 else dtype
+    win = window(B, H, HV, R, 128, 128, k_dtype, torch.float32)
+    device = state.cuda()
+    for step in range(20):
+        args = inputs(B, 1, H, HV, 128, 128, dtype, seed=step)
+        want, exact = reference.recurrent(*args, exact, qk_l2norm=True)
+        o = ops.recurrent_buffered(*gpu(*args), device, *win, qk_l2norm=True)
+        close(f"o {step}", o, want, torch.bfloat16, 2)
+
+
+@pytest.mark.parametrize("state_dtype,R", [(torch.float32, 8), (torch.bfloat16, 16),
+                                           (torch.float16, 5)])  # fmt: skip
+def test_buffered_large_batch(state_dtype, R):
+    """The streaming kernel: the same bits as a row alone, and recurrent's result."""
+    B, H, HV, P = 96, 4, 16, 100
+    dtype = torch.bfloat16
+    start = pool(P, HV, 128, 128, state_dtype).cuda()
+    index = torch.randperm(P, generator=torch.Generator().manual_seed(1))[:B]
+    index[5] = -1
+    index = index.cuda()
+    exact, many = start.clone().float(), start.clone()
+    one = start.clone()
+    k_dtype = torch.float32 if state_dtype == torch.float32 else dtype
+    win = window(P, H, HV, R, 128, 128, k_dtype, torch.float32)
+    win[3].copy_(torch.zeros(P, dtype=torch.int32))
+    win1 = [x.clone() for x in win]
+    for step in range(2 * R + 3):
+        args = gpu(*inputs(B, 1, H, HV, 128, 128, dtype, seed=step))
+        fresh = torch.ones(B, dtype=torch.bool, device="cuda")
+        fresh[step % B] = False
+        want = ops.recurrent(*args, exact, index, fresh, qk_l2norm=True)
+        o = ops.recurrent_buffered(*args, many, *win, index, fresh, qk_l2norm=True)
+        close(f"o {step}", o, want, dtype, 2)
+        assert (o[5] == 0).all()
+        alone = ops.recurrent_buffered(
+            *[x[7:8] for x in args], one, *win1, index[7:8], fresh[7:8], qk_l2norm=True
+        )
+        assert torch.equal(o[7:8], alone), step
+    row = index[7]
+    assert torch.equal(many[row], one[row])
+    ops.window_flush(many, *win)
+    close("state", many, exact, torch.bfloat16 if state_dtype != torch.float32 else state_dtype, 8)
+
+
+@pytest.mark.parametrize("T,R", [(4, 8), (4, 16), (3, 3)])
+def test_buffered_speculation(T, R):
+    """Drafts are appended, the rejected ones dropped by the next call."""
+    B, H, HV, P = 3, 2, 4, 3
+    state = pool(P, HV, 128, 128)
+    device, win = state.cuda(), window(P, H, HV, R, 128, 128, torch.float32, torch.float32)
+    r = torch.Generator().manual_seed(9)
+    now = state.double()
+    accepted = torch.full((B,), T)
+    history = now
+    for step in range(9):
+        args = inputs(B, T, H, HV, 128, 128, seed=step)
+        base = now if step == 0 else torch.stack(
+            [history[int(accepted[n])][n] for n in range(B)]
+        )  # fmt: skip
+        history = {0: base}
+        for t in range(T):
+            want, after = reference.recurrent(*[x[:, : t + 1] for x in args], base)
+            history[t + 1] = after
+        o = ops.recurrent_buffered(*gpu(*args), device, *win, num_accepted=accepted.cuda())
+        close(f"o {step}", o, want, torch.float32, 4)
+        accepted = torch.randint(1, T + 1, (B,), generator=r)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("L,leading,channels_last", [(3, False, False), (4, False, False),
+                                                     (3, True, True), (5, True, True),
+                                                     (4, False, True)])  # fmt: skip
+@pytest.mark.parametrize("T", [1, 2, 6])
+def test_short_conv(T, L, leading, channels_last, dtype):
+    B, C, W, P = 4, 272, 4, 6
+    r = torch.Generator().manual_seed(5)
+    x = torch.randn(B, T, C, generator=r).to(dtype)
+    weight, bias = (torch.randn(*s, generator=r).to(dtype) for s in ((C, W), (C,)))
+    if channels_last:
+        state = torch.randn(P, L, C, generator=r).to(dtype).transpose(1, 2)
+    else:
+        state = torch.randn(P, C, L, generator=r).to(dtype)
+    index, fresh = torch.tensor([3, -1, 0, 5]), torch.tensor([True, True, True, False])
+    args = {"state_indices": index, "has_initial_state": fresh}
+    want, want_state = reference.short_conv(x, weight, bias, state, conv_leading=leading, **args)
+    device = state.cuda()
+    if channels_last:
+        device = state.transpose(1, 2).contiguous().cuda().transpose(1, 2)
+    y = ops.short_conv(
+        *gpu(x, weight, bias), device, index.cuda(), fresh.cuda(), conv_leading=leading
+    )
+    close("y", y, want, dtype)
+    assert torch.equal(device.cpu(), want_state.to(dtype))
+
+
+def test_short_conv_packed_and_long():
+    r = torch.Generator().manual_seed(6)
+    cu = torch.tensor([0, 300, 300, 301, 1000])
+    x, weight = torch.randn(1, 1000, 40, generator=r), torch.randn(40, 4, generator=r)
+    state = torch.randn(4, 40, 3, generator=r)
+    want, want_state = reference.short_conv(x, weight, None, state, cu_seqlens=cu)
+    device = state.cuda()
+    y = ops.short_conv(*gpu(x, weight), None, device, cu_seqlens=cu.cuda())
+    close("y", y, want, torch.float32)
+    assert torch.equal(device.cpu(), want_state.float())
+
+
+def test_short_conv_speculative():
+    r = torch.Generator().manual_seed(7)
+    x, weight = torch.randn(3, 3, 40, generator=r), torch.randn(40, 4, generator=r)
+    state, accepted = torch.randn(5, 40, 5, generator=r), torch.tensor([1, 3, 0])
+    index = torch.tensor([4, 2, 1])
+    want, want_state = reference.short_conv(
+        x, weight, None, state, index, num_accepted=accepted, conv_leading=True
+    )
+    device = state.cuda()
+    y = ops.short_conv(
+        *gpu(x, weight), None, device, index.cuda(), num_accepted=accepted.cuda(),
+        conv_leading=True,
+    )  # fmt: skip
+    close("y", y, want, torch.float32)
+    assert torch.equal(device.cpu(), want_state.float())
+
+
+@pytest.mark.parametrize("dtype,gate,weight", list(itertools.product(DTYPES, DTYPES, [0, 1])))
+@pytest.mark.parametrize("V", [128, 256, 100])
+def test_gated_rms_norm(V, dtype, gate, weight):
+    r = torch.Generator().manual_seed(8)
+    x = torch.randn(3, 5, V, generator=r).to(dtype)
+    z = torch.randn(3, 5, 2 * V, generator=r).to(gate)[..., :V]
+    w = torch.randn(V, generator=r).to(dtype if weight else torch.float32)
+    y = ops.gated_rms_norm(*gpu(x, z, w))
+    close("y", y, reference.gated_rms_norm(x, z, w), dtype, 2)
+
+
+def layer(B, T, H, HV, K, V, dtype, seed=2):
+    r = torch.Generator().manual_seed(seed)
+    C = 2 * H * K + HV * V
+    D = C + HV * V + 2 * HV
+    return {
+        "projected": torch.randn(B, T, D, generator=r).to(dtype),
+        "conv_weight": (torch.randn(C, 4, generator=r) / 2).to(dtype),
+        "conv_bias": None,
+        "A_log": torch.rand(HV, generator=r),
+        "dt_bias": torch.rand(HV, generator=r),
+        "norm_weight": torch.rand(V, generator=r).to(dtype),
+    }
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("T,K,V", [(1, 128, 128), (3, 128, 128), (1, 48, 20)])
+def test_decode(T, K, V, dtype):
+    H, HV, P, B = 2, 6, 5, 3
+    x = layer(B, T, H, HV, K, V, dtype)
+    C = 2 * H * K + HV * V
+    conv = torch.randn(P, C, 3, generator=torch.Generator().manual_seed(4)).to(dtype)
+    state = pool(P, HV, V, K)
+    index = torch.tensor([3, -1, 1])
+    x["projected"][1] = float("nan")
+    want, want_conv, want_state = reference.decode(*x.values(), conv, state, H, K, index)
+    conv_d, state_d = conv.cuda(), state.cuda()
+    y = ops.decode(*gpu(*x.values()), conv_d, state_d, H, K, index.cuda())
+    assert (y[1] == 0).all()
+    live = [0, 2]
+    close("y", y[live], want[live], dtype, 4)
+    assert torch.equal(conv_d.cpu(), want_conv.to(dtype))
+    close("state", state_d, want_state, dtype, 2)
+
+
+def test_decode_buffered_follows_decode():
+    H, HV, K, V, P, B, R = 2, 6, 128, 128, 4, 3, 4
+    index = torch.tensor([3, 0, 1], device="cuda")
+    conv = torch.randn(P, 2 * H * K + HV * V, 3, device="cuda").bfloat16()
+    state = pool(P, HV, V, K).cuda()
+    conv2, state2 = conv.clone(), state.clone()
+    win = window(P, H, HV, R, K, V, torch.float32, torch.float32)
+    for step in range(10):
+        x = gpu(*layer(B, 1, H, HV, K, V, torch.bfloat16, seed=step).values())
+        y = ops.decode(*x, conv, state, H, K, index)
+        y2 = ops.decode_buffered(*x, conv2, state2, *win, H, K, index)
+        close(f"y {step}", y2, y, torch.bfloat16, 2)
+        assert torch.equal(conv, conv2)
+    ops.window_flush(state2, *win)
+    close("state", state2, state, torch.float32, 50)
+
+
+def test_capture_and_replay():
+    """A captured step, replayed with other rows, lengths and flags, equals the eager step."""
+    args = gpu(*inputs(4, 1, 2, 4, 128, 128, torch.bfloat16))
+    state = pool(8, 4, 128, 128).cuda()
+    win = window(8, 2, 4, 4, 128, 128, torch.float32, torch.float32)
+    index = torch.tensor([0, 1, 2, 3], device="cuda", dtype=torch.int32)
+    keep = state.clone()
+    ops.recurrent_buffered(*args, state, *win, index)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = ops.recurrent_buffered(*args, state, *win, index)
+    state.copy_(keep)
+    win[3].zero_()
+    index.copy_(torch.tensor([7, -1, 5, 2]))
+    exact = keep.double().cpu()
+    for _ in range(6):
+        graph.replay()
+        want, exact = reference.recurrent(*[x.cpu() for x in args], exact, index.cpu())
+        close("o", o, want, torch.bfloat16)
+
+
+def test_other_stream():
+    args = gpu(*inputs(2, 1, 1, 1, 128, 128))
+    state = pool(2, 1, 128, 128).cuda()
+    want, _ = reference.recurrent(*[x.cpu() for x in args], state.cpu())
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        o = ops.recurrent(*args, state)
+    side.synchronize()
+    close("o", o, want, torch.float32)
+
+
+def test_unbuilt_ops_are_refused_by_name():
+    args = gpu(*inputs(1, 4, 1, 1, 128, 128))
+    with pytest.raises(NotImplementedError, match="gdn::chunk"):
+        ops.chunk(*args)

@@ -1,0 +1,36 @@
+"""Every instruction set that this processor has, forced in turn in a fresh process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+ALL = ("scalar", "avx2", "avx512", "avx512bf16", "neon")
+SUITES = ["test_recurrent.py", "test_conv.py", "test_gates.py", "test_norm.py", "test_decode.py"]
+HERE = os.path.dirname(__file__)
+
+
+@pytest.mark.parametrize("isa", ALL)
+def test_suite(isa):
+    if isa not in torch.ops.gdn.cpu_isas():
+        pytest.skip(f"this processor has no {isa}")
+    if isa == torch.ops.gdn.cpu_isa():
+        pytest.skip(f"{isa} is what the other tests of this run use")
+    env = {**os.environ, "GDN_CPU_ISA": isa}
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *SUITES],
+        cwd=HERE, env=env, capture_output=True, text=True,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout[-3000:]
+
+
+@pytest.mark.parametrize("value", ["sse9", "neon" if os.uname().machine == "x86_64" else "avx2"])
+def test_unsupported_value_is_an_error(value):
+    env = {**os.environ, "GDN_CPU_ISA": value}
+    code = "import gdn_ops; print(gdn_ops.backends())"
+    run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert run.returncode != 0 and "GDN_CPU_ISA" in run.stderr and value in run.stderr

@@ -1,0 +1,3 @@
+#pragma once
+float exp(float x);
+float log(float x);

@@ -1,0 +1,125 @@
+"""The twin as a torch device: dispatcher, CPU fallback, torch.compile, against the CPU backend."""
+
+import pytest
+import torch
+from twin import to_device
+
+import gdn_ops
+from gdn_ops import xpu_twin
+
+
+def call(device, B=3, H=2, HV=6, K=128, V=128):
+    g = torch.Generator().manual_seed(0)
+    q, k = torch.randn(B, 1, H, K, generator=g), torch.randn(B, 1, H, K, generator=g)
+    v, state = torch.randn(B, 1, HV, V, generator=g), torch.randn(B, HV, V, K, generator=g)
+    gate, beta = -torch.rand(B, 1, HV, generator=g), torch.rand(B, 1, HV, generator=g)
+    moved = [x.to(device) for x in (q, k, v, gate, beta, state)]
+    with torch.no_grad():
+        o = gdn_ops.recurrent(*moved, qk_l2norm=True)
+    return o, moved[-1]
+
+
+def test_to_device_reaches_the_xpu_kernels(device):
+    xpu_twin.reports()
+    o, state = call(device)
+    assert o.device.type == "xpu_twin" and state.device.type == "xpu_twin"
+    assert [r["kernel"] for r in xpu_twin.reports()] == ["recurrent"]
+    expected, expected_state = call("cpu")
+    torch.testing.assert_close(o.cpu(), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(state.cpu(), expected_state, rtol=1e-5, atol=1e-6)
+
+
+def test_other_operators_run_on_the_cpu(device):
+    x = torch.randn(4, 6)
+    y = x.to(device)
+    assert torch.equal((y @ y.T).cpu(), x @ x.T)
+    assert torch.equal(
+        torch.nn.functional.silu(y[1:, ::2]).cpu(), torch.nn.functional.silu(x[1:, ::2])
+    )
+    y[2] = 0
+    y += 1
+    x[2] = 0
+    assert torch.equal(y.cpu(), x + 1)
+    assert y.sum().item() == pytest.approx((x + 1).sum().item())
+    assert torch.equal(torch.cat([y, y]).view(2, -1).cpu(), torch.cat([x + 1, x + 1]).view(2, -1))
+    assert torch.equal(y.to(torch.float16).cpu(), (x + 1).half())
+    z = torch.empty(0, device=device)
+    assert z.resize_(3).shape == (3,)
+
+
+def test_a_view_of_a_pool_is_written_in_place(device):
+    pool = torch.zeros(4, 2, 64, 64).to(device)
+    inputs = [to_device(torch.ones(2, 1, 2, 64)) for _ in range(3)]
+    gates = [to_device(torch.zeros(2, 1, 2)), to_device(torch.ones(2, 1, 2))]
+    with torch.no_grad():
+        gdn_ops.recurrent(*inputs, *gates, pool[1:3])
+    changed = pool.cpu().flatten(1).ne(0).any(1).tolist()
+    assert changed == [False, True, True, False]
+
+
+@pytest.mark.parametrize("state_mode", ["full", "buffered"])
+def test_a_whole_layer_agrees_with_the_cpu(device, state_mode):
+    from gdn_ops.nn import GatedDeltaNet
+
+    torch.manual_seed(0)
+    layer = GatedDeltaNet(96, 2, 4, head_k_dim=64, head_v_dim=64, state_mode=state_mode, window=4)
+    on_twin = GatedDeltaNet(96, 2, 4, head_k_dim=64, head_v_dim=64, state_mode=state_mode, window=4)
+    on_twin.load_state_dict(layer.state_dict())
+    on_twin = on_twin.to(device)
+    prompt, token = torch.randn(3, 7, 96), torch.randn(6, 3, 1, 96)
+    with torch.no_grad():
+        states, twin_states = layer.allocate(3), on_twin.allocate(3)
+        want = [layer.prefill(prompt, states)]
+        got = [on_twin.prefill(prompt.to(device), twin_states)]
+        xpu_twin.reports()
+        for x in token:
+            want.append(layer.decode(x, states))
+            got.append(on_twin.decode(x.to(device), twin_states))
+    assert xpu_twin.reports(), "the decode steps did not reach the XPU kernels"
+    for mine, theirs in zip(got, want, strict=True):
+        torch.testing.assert_close(mine.cpu(), theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_compile_traces_the_op(device):
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def step(q, k, v, g, beta, state):
+        return gdn_ops.recurrent(q, k, v, g, beta, state, qk_l2norm=True) * 2
+
+    g = torch.Generator().manual_seed(1)
+    inputs = [torch.randn(2, 1, 2, 64, generator=g) for _ in range(3)]
+    inputs += [-torch.rand(2, 1, 2, generator=g), torch.rand(2, 1, 2, generator=g)]
+    state = torch.randn(2, 2, 64, 64, generator=g)
+    plain, compiled = state.to(device), state.to(device)
+    with torch.no_grad():
+        moved = [x.to(device) for x in inputs]
+        want = gdn_ops.recurrent(*moved, plain, qk_l2norm=True) * 2
+        got = step(*moved, compiled)
+    assert torch.equal(got.cpu(), want.cpu())
+    assert torch.equal(compiled.cpu(), plain.cpu())
+
+
+def test_inputs_that_require_grad_are_refused(device):
+    inputs = [to_device(torch.ones(1, 1, 1, 64)) for _ in range(3)]
+    gates = [to_device(torch.zeros(1, 1, 1)) for _ in range(2)]
+    inputs[0].requires_grad_()
+    with pytest.raises(RuntimeError, match="no gradient"):
+        gdn_ops.recurrent(*inputs, *gates, to_device(torch.zeros(1, 1, 64, 64)))
+
+
+def test_two_devices_in_one_call_are_refused(device):
+    inputs = [torch.ones(1, 1, 1, 64) for _ in range(3)] + [torch.zeros(1, 1, 1) for _ in range(2)]
+    with torch.no_grad(), pytest.raises(RuntimeError, match="expected device"):
+        gdn_ops.recurrent(*map(to_device, inputs), torch.zeros(1, 1, 64, 64))
+
+
+def test_launches_neither_allocate_nor_read_the_device_on_the_host():
+    """The rule that makes a launch safe to capture in a graph, checked in the sources."""
+    import re
+    from pathlib import Path
+
+    root = Path(__file__).parent.parent.parent / "csrc" / "xpu"
+    for name in ("runtime/host.cpp", "runtime/host.h"):
+        text = (root / name).read_text()
+        assert not re.search(r"device_alloc|device_copy|stream_wait|malloc|new ", text), name
+    glue = (root / "ops.cpp").read_text()
+    assert not re.search(r"\.item\(|\.cpu\(\)|check_values|check_conv_values", glue)
