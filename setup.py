@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import torch
+from packaging.version import Version
 from setuptools import setup
 from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, CUDAExtension
 
@@ -62,13 +63,15 @@ def with_cuda() -> bool:
     return asked == "cuda" or (asked == "" and possible)
 
 
+# The headers of torch 2.14 are C++20; those of 2.5 are not, and its compilers need not be.
+STANDARD = "-std=c++20" if Version(torch.__version__).release >= (2, 14) else "-std=c++17"
 BACKENDS = ["cpu"]
 # -fopenmp: without it at::parallel_for is serial and says so nowhere.
 # -ffp-contract=off: a fused multiply-add only where a kernel writes one, so that the same row gives
 # the same bits in every code path.
 FLAGS = [
     "-O3",
-    "-std=c++17",
+    STANDARD,
     "-fopenmp",
     "-ffp-contract=off",
     "-fno-math-errno",
@@ -84,7 +87,7 @@ if with_cuda():
     extension = CUDAExtension(
         "gdn_ops._C",
         sources("csrc/*.cpp", "csrc/cpu/*.cpp", "csrc/cuda/*.cpp", "csrc/cuda/kernels/*.cu"),
-        extra_compile_args={"cxx": FLAGS, "nvcc": ["-O3", "-std=c++17"]},
+        extra_compile_args={"cxx": FLAGS, "nvcc": ["-O3", STANDARD]},
         extra_link_args=["-fopenmp"],
         py_limited_api=True,
     )

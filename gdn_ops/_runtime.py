@@ -26,9 +26,9 @@ def set_precision(mode: str) -> None:
     """Choose how products with a 16-bit state are formed, in this process.
 
     Args:
-        mode: ``"exact"`` (the default, also ``GDN_PRECISION``): float32. ``"fast"``: in the dtype the
-            state is stored in, where the processor multiplies it directly; elsewhere the same as
-            exact. ``"auto"``: fast for the shapes where it was measured to be faster.
+        mode: ``"exact"`` (the default, also ``GDN_PRECISION``): float32. ``"fast"``: in the dtype
+            the state is stored in, where the processor multiplies it directly; elsewhere the same
+            as exact. ``"auto"``: fast for the shapes where it was measured to be faster.
 
     Raises:
         RuntimeError: another mode.

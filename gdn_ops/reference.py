@@ -1,9 +1,9 @@
-"""Readable oracles for every op: sequential, slow, and the truth that tests and benchmarks compare with.
+"""Readable oracles for every op: sequential, slow, the truth of the tests and benchmarks.
 
-Each function takes the arguments of the op of the same name and computes in ``dtype`` (float64 unless
-told otherwise), token by token, straight from the formulas. Inputs are never modified: an op that
-writes a pool has an oracle that *returns* the new pool, with the rounding of the pool's dtype left
-out, so that a test can see how far a kernel's single rounding is from the exact value.
+Each function takes the arguments of the op of the same name and computes in ``dtype`` (float64
+unless told otherwise), token by token, straight from the formulas. Inputs are never modified: an op
+that writes a pool has an oracle that *returns* the new pool, with the rounding of the pool's dtype
+left out, so that a test can see how far a kernel's single rounding is from the exact value.
 
 Source of the recurrence: Yang, Kautz, Hatamizadeh, "Gated Delta Networks" (ICLR 2025); conventions
 (gate, l2norm epsilon, order of decay and error) follow the Qwen3-Next model code of transformers.
@@ -276,12 +276,17 @@ def conv_gating(
 
 
 def gated_rms_norm(
-    x: Tensor, gate: Tensor, weight: Tensor, eps: float = 1e-6, *, dtype: torch.dtype = torch.float64
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    eps: float = 1e-6,
+    *,
+    dtype: torch.dtype = torch.float64,
 ) -> Tensor:
     """``weight * rmsnorm(x) * silu(gate)`` over the last dimension, rounded where the model rounds.
 
     The model casts ``rmsnorm(x)`` back to the activation dtype, multiplies by the weight in the
-    promoted dtype of the two, and only then by ``silu(gate)``. Those two roundings are repeated here.
+    promoted dtype of the two, and only then by ``silu(gate)``. Both roundings are repeated here.
     """
     xd = x.to(dtype)
     normed = xd * torch.rsqrt((xd * xd).mean(-1, keepdim=True) + eps)
@@ -350,7 +355,9 @@ class _WindowRow:
         for i in range(packed & 255):
             slot = (self.head + i) % self.R
             key = self.k[row, :, slot].to(dtype).repeat_interleave(self.ratio, dim=0)
-            self.entries.append((key, self.u[row, :, slot].to(dtype), self.g[row, :, slot].to(dtype)))
+            self.entries.append(
+                (key, self.u[row, :, slot].to(dtype), self.g[row, :, slot].to(dtype))
+            )
 
     def state(self, base: Tensor) -> Tensor:
         """The state that the entries make of ``base [HV, V, K]``."""
@@ -509,10 +516,11 @@ def window_reset(win_fill: Tensor, state_indices: Tensor | None = None) -> Tenso
     return fill
 
 
-def _decode_window(projected, conv_weight, conv_bias, A_log, dt_bias, norm_weight, conv_state, state,
-                   window, num_k_heads, head_k_dim, state_indices=None, has_initial_state=None,
-                   cu_seqlens=None, num_accepted=None, scale=None, qk_l2norm=True, eps=1e-6,
-                   activation="silu", conv_leading=False, dtype=torch.float64):  # fmt: skip
+def _decode_window(projected, conv_weight, conv_bias, A_log, dt_bias, norm_weight, conv_state,
+                   state, window, num_k_heads, head_k_dim, state_indices=None,
+                   has_initial_state=None, cu_seqlens=None, num_accepted=None, scale=None,
+                   qk_l2norm=True, eps=1e-6, activation="silu", conv_leading=False,
+                   dtype=torch.float64):  # fmt: skip
     HV, V = window[1].shape[1], window[1].shape[3]
     C = 2 * num_k_heads * head_k_dim + HV * V
     mixed, z, b, a = projected.split([C, HV * V, HV, HV], dim=-1)

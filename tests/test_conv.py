@@ -25,7 +25,9 @@ def clone(pool):
 
 
 @pytest.mark.parametrize("layout", ["rows", "columns"])
-@pytest.mark.parametrize("W, L", [(4, 3), (4, 4), (4, 7), (4, 20), (2, 1), (1, 0), (1, 2), (8, 7), (3, 4)])
+@pytest.mark.parametrize(
+    "W, L", [(4, 3), (4, 4), (4, 7), (4, 20), (2, 1), (1, 0), (1, 2), (8, 7), (3, 4)]
+)
 @pytest.mark.parametrize("T", [1, 2, 5, 40])
 def test_trailing(T, W, L, layout):
     for C, bias, activation in ((5, True, "silu"), (130, False, "none"), (600, True, "silu")):
@@ -130,7 +132,9 @@ def test_conv1d_equals_torch(T):
     assert torch.equal(final.double(), final_ref)
 
 
-@pytest.mark.parametrize("T, l2norm, act", list(itertools.product((1, 20), (False, True), ACTIVATIONS)))
+@pytest.mark.parametrize(
+    "T, l2norm, act", list(itertools.product((1, 20), (False, True), ACTIVATIONS))
+)
 def test_conv_gating(T, l2norm, act):
     H, HV, K, V = 2, 6, 40, 24
     layer = make_layer(3, T, H, HV, K, V, dtype=act)

@@ -36,7 +36,7 @@ def test_against_oracle(act, state_dtype, transposed):
             has_initial_state=torch.tensor([True, True, False, True]),
         )
         y, (y_ref, conv_ref, state_ref) = run(layer, conv_state, state, **kw)
-        # The norm divides by the size of a row, which may be far below 1: its relative error counts.
+        # The norm divides by the size of a row, which may be far below 1: relative error counts.
         assert_close("y", y, y_ref, act, slack=8 if act == torch.float32 else 1)
         assert torch.equal(conv_state.double(), conv_ref)
         assert_close("state", state[[5, 0, 2]], state_ref[[5, 0, 2]], state_dtype, slack=2)
@@ -54,7 +54,7 @@ def test_speculative():
         num_accepted=torch.tensor([2, 1]),
         conv_leading=True,
     )
-    assert S == kw["state_indices"].shape[1]
+    assert kw["state_indices"].shape[1] == S
     y, (y_ref, conv_ref, state_ref) = run(layer, conv_state, state, **kw)
     assert_close("y", y, y_ref, slack=8)
     assert torch.equal(conv_state.double(), conv_ref)

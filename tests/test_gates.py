@@ -58,5 +58,7 @@ def test_extremes():
 
 def test_empty():
     for shape in ((0, 6), (2, 0, 6)):
-        g, beta = gdn_ops.gating(torch.zeros(shape), torch.zeros(shape), torch.zeros(6), torch.zeros(6))
+        g, beta = gdn_ops.gating(
+            torch.zeros(shape), torch.zeros(shape), torch.zeros(6), torch.zeros(6)
+        )
         assert g.shape == beta.shape == shape

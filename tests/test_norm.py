@@ -19,7 +19,7 @@ def test_against_oracle(V, act, param):
     weight = (1 + torch.randn(V)).to(param)
     y = gdn_ops.gated_rms_norm(x, gate, weight, 1e-6)
     ref = reference.gated_rms_norm(x, gate, weight, 1e-6)
-    # Each of the two roundings in the middle may fall on the other side of a tie: one more unit each.
+    # Each of the two roundings in the middle may fall on the other side of a tie: one unit more.
     assert_close("y", y, ref, act, slack=1 if act == torch.float32 else 4)
 
 

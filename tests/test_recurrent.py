@@ -28,7 +28,9 @@ def check(args, pool, *, act, state_dtype, rows, slack=1.0, **kwargs):
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("K, V", [(d, d) for d in HEAD_DIMS] + [(100, 8), (8, 130), (512, 1), (1, 512)])
+@pytest.mark.parametrize(
+    "K, V", [(d, d) for d in HEAD_DIMS] + [(100, 8), (8, 130), (512, 1), (1, 512)]
+)
 def test_head_dims(K, V, transposed):
     for T, ratio in ((1, 3), (3, 2)):
         args = make_qkv(2, T, 2, 2 * ratio, K, V)

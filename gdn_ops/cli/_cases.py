@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 import gdn_ops
-from gdn_ops import reference
+from gdn_ops import reference, windows
 
+WINDOW = 4  # entries: few, so that a short run folds
 Compared = Iterator[tuple[str, Tensor, Tensor]]
 
 
@@ -152,6 +153,73 @@ def decode(s: Setting, T: int = 1) -> Compared:
     yield "state", x.state, want_state
 
 
+def _window(s: Setting) -> windows.Window:
+    return windows.allocate(s.N + 2, s.H, s.HV, s.K, s.V, WINDOW)
+
+
+def recurrent_buffered(s: Setting) -> Compared:
+    x, window = Inputs(s, 1), _window(s)
+    for _ in range(WINDOW + 2):  # until the window has been folded once
+        args = (x.q, x.k, x.v, x.g, x.beta, x.state, *window, x.rows)
+        want, want_state, want_window = reference.recurrent_buffered(*args)
+        yield "output", gdn_ops.recurrent_buffered(*args), want
+        yield "state", x.state, want_state
+        yield "window", window.u, want_window[1]
+
+
+def recurrent_lowrank(s: Setting) -> Compared:
+    x, window = Inputs(s, 1), _window(s)
+    for _ in range(WINDOW + 2):
+        args = (x.q, x.k, x.v, x.g, x.beta, *window, x.rows)
+        want, want_window = reference.recurrent_lowrank(*args)
+        yield "output", gdn_ops.recurrent_lowrank(*args), want
+        yield "window", window.u, want_window[1]
+
+
+def window_flush(s: Setting) -> Compared:
+    x, window = Inputs(s, 3), _window(s)
+    gdn_ops.recurrent_buffered(x.q, x.k, x.v, x.g, x.beta, x.state, *window, x.rows)
+    want, want_fill = reference.window_flush(x.state, *window, x.rows)
+    gdn_ops.window_flush(x.state, *window, x.rows)
+    yield "state", x.state, want
+    yield "fill", window.fill.float(), want_fill.double()
+
+
+def window_reset(s: Setting) -> Compared:
+    x, window = Inputs(s, 3), _window(s)
+    gdn_ops.recurrent_buffered(x.q, x.k, x.v, x.g, x.beta, x.state, *window, x.rows)
+    want = reference.window_reset(window.fill, x.rows[:3])
+    gdn_ops.window_reset(window.fill, x.rows[:3])
+    yield "fill", window.fill.float(), want.double()
+
+
+def decode_buffered(s: Setting) -> Compared:
+    x, window = Inputs(s, 1), _window(s)
+    for _ in range(WINDOW + 2):
+        args = (
+            x.projected, x.conv_weight, None, x.A_log, x.dt_bias, x.norm_weight, x.conv_state,
+            x.state, *window, s.H, s.K, x.rows,
+        )  # fmt: skip
+        want, want_conv, want_state, want_window = reference.decode_buffered(*args)
+        yield "output", gdn_ops.decode_buffered(*args), want
+        yield "conv state", x.conv_state, want_conv
+        yield "state", x.state, want_state
+        yield "window", window.u, want_window[1]
+
+
+def decode_lowrank(s: Setting) -> Compared:
+    x, window = Inputs(s, 1), _window(s)
+    for _ in range(WINDOW + 2):
+        args = (
+            x.projected, x.conv_weight, None, x.A_log, x.dt_bias, x.norm_weight, x.conv_state,
+            *window, s.H, s.K, x.rows,
+        )  # fmt: skip
+        want, want_conv, want_window = reference.decode_lowrank(*args)
+        yield "output", gdn_ops.decode_lowrank(*args), want
+        yield "conv state", x.conv_state, want_conv
+        yield "window", window.u, want_window[1]
+
+
 CASES: dict[str, tuple[Callable[[Setting], Compared], ...]] = {
     "recurrent": (recurrent, recurrent_tokens),
     "recurrent_gated": (recurrent_gated,),
@@ -161,6 +229,15 @@ CASES: dict[str, tuple[Callable[[Setting], Compared], ...]] = {
     "conv_gating": (conv_gating,),
     "gated_rms_norm": (gated_rms_norm,),
     "decode": (decode,),
+    "recurrent_buffered": (recurrent_buffered,),
+    "recurrent_lowrank": (recurrent_lowrank,),
+    "window_flush": (window_flush,),
+    "window_reset": (window_reset,),
+    "decode_buffered": (decode_buffered,),
+    "decode_lowrank": (decode_lowrank,),
 }
 # Ops that keep no recurrent state: its dtype and the precision mode do not touch them.
-STATELESS = {"gating", "short_conv", "conv1d", "conv_gating", "gated_rms_norm"}
+STATELESS = {
+    "gating", "short_conv", "conv1d", "conv_gating", "gated_rms_norm", "recurrent_lowrank",
+    "decode_lowrank",
+}  # fmt: skip

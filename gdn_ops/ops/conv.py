@@ -113,7 +113,7 @@ def conv_gating(
     )  # fmt: skip
 
 
-conv_gating.__doc__ = f"""Short convolution, split into heads, gates and (if asked) l2norm, in one pass.
+conv_gating.__doc__ = f"""Short convolution, split into heads, gates, optional l2norm: one pass.
 
     Args:
         mixed_qkv: ``[B, T, C]``, ``C = 2*H*K + HV*V``: all queries, all keys, all values.

@@ -62,16 +62,16 @@ decode.__doc__ = f"""Short conv, gates, l2norm, recurrence and gated norm of a l
 
     Args:
 {DECODE_ARGS[1:]}
-        state: ``[P, HV, V, K]`` float32, bfloat16 or float16, **written in place**; K contiguous, or
-            the transposed view of a ``[P, HV, K, V]`` pool.
+        state: ``[P, HV, V, K]`` float32, bfloat16 or float16, **written in place**; K contiguous,
+            or the transposed view of a ``[P, HV, K, V]`` pool.
 {DECODE_TAIL[1:]}
 
     Returns:
         ``[B, T, HV*V]`` in the dtype of projected, contiguous: the input of the output projection.
 
     Raises:
-        RuntimeError: something does not fit, or an input requires grad in grad mode. Nothing has been
-            written then.
+        RuntimeError: something does not fit, or an input requires grad in grad mode. Nothing has
+            been written then.
     """
 
 

@@ -46,8 +46,8 @@ recurrent.__doc__ = f"""Gated delta rule, one token after the other, on a pool o
         g: ``[B, T, HV]`` log decay (natural log, normally <= 0; ``-inf`` clears the state), float32
             or an activation dtype.
         beta: ``[B, T, HV]`` write strength, float32 or an activation dtype.
-        state: ``[P, HV, V, K]`` float32, bfloat16 or float16, **written in place**; K contiguous, or
-            the transposed view of a ``[P, HV, K, V]`` pool.
+        state: ``[P, HV, V, K]`` float32, bfloat16 or float16, **written in place**; K contiguous,
+            or the transposed view of a ``[P, HV, K, V]`` pool.
 {SEQUENCE_ARGS[1:]}
         scale: factor on the output; ``K**-0.5`` if absent.
         qk_l2norm: normalise q and k with ``x * rsqrt(sum(x^2) + 1e-6)`` in float32 first.

@@ -1,0 +1,203 @@
+"""The fused decode step against the ops it replaces, and what a call costs before it does anything.
+
+``decode`` runs beside ``recurrent`` alone and beside the four ops one after the other, on the same
+pools. The dispatch rows call each op with a batch of zero; their floor is an in-place torch op on
+an empty tensor, measured in the same turns.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from gdn_ops import reference
+from gdn_ops.bench._timing import (
+    SHORT,
+    TOLERANCE,
+    Candidate,
+    Options,
+    buffers,
+    keep_freed_memory,
+    measure,
+    scaled_error,
+)
+
+TITLE = "the fused decode step, and the cost of a call"
+HEADS = ((16, 48),)
+K = V = 128
+W = 4
+BATCHES = (1, 4, 16)
+ops = torch.ops.gdn
+
+
+class Step:
+    """Inputs of a decode step: the packed projection and the parameters of a layer."""
+
+    def __init__(self, B: int, H: int, HV: int, dtype: torch.dtype, seed: int):
+        gen = torch.Generator().manual_seed(seed)
+
+        def randn(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=gen)
+
+        self.H, self.HV = H, HV
+        self.C = 2 * H * K + HV * V
+        self.projected = randn(B, 1, self.C + HV * V + 2 * HV).to(dtype)
+        self.conv_weight = randn(self.C, W).to(dtype)
+        self.A_log, self.dt_bias = torch.rand(HV, generator=gen), randn(HV)
+        self.norm_weight = 1 + 0.1 * randn(V)
+        self.conv_state = randn(B, self.C, W - 1).to(dtype)
+        self.rows = torch.arange(B, dtype=torch.int32)
+
+    def decode(self, op: Callable, conv_state: Tensor, state: Tensor, **kwargs):
+        return op(
+            self.projected, self.conv_weight, None, self.A_log, self.dt_bias, self.norm_weight,
+            conv_state, state, self.H, K, self.rows, **kwargs,
+        )  # fmt: skip
+
+    @property
+    def bytes(self) -> int:
+        tensors = (
+            self.projected, self.conv_weight, self.A_log, self.dt_bias, self.norm_weight,
+            self.conv_state, self.conv_state, self.rows,
+        )  # fmt: skip
+        out = self.projected.shape[0] * self.HV * V * self.projected.element_size()
+        return out + sum(t.numel() * t.element_size() for t in tensors)
+
+
+def case_rows(heads: tuple[int, int], B: int, state_dtype: torch.dtype, options: Options):
+    H, HV = heads
+    x = Step(B, H, HV, torch.bfloat16, options.seed)
+    size = B * HV * V * K * torch.empty((), dtype=state_dtype).element_size()
+    gen = torch.Generator().manual_seed(options.seed)
+    first = (0.05 * torch.randn(B, HV, V, K, generator=gen)).to(state_dtype)
+    pools = buffers(size, lambda _: first.clone(), hot=False)
+    mixed, z, b, a = x.projected.split([x.C, HV * V, HV, HV], -1)
+    q, k, v, g, beta, _ = (
+        t.to(x.projected.dtype) if i < 3 else t
+        for i, t in enumerate(
+            reference.conv_gating(
+                mixed, a, b, x.conv_weight, None, x.A_log, x.dt_bias, x.conv_state, H, K, x.rows
+            )
+        )
+    )
+    g, beta = g.float(), beta.float()
+
+    def fused(i: int) -> Tensor:
+        return x.decode(ops.decode.default, x.conv_state, pools[i])
+
+    def chain(i: int) -> Tensor:
+        parts = ops.conv_gating.default(
+            mixed, a, b, x.conv_weight, None, x.A_log, x.dt_bias, x.conv_state, H, K, x.rows
+        )
+        o = ops.recurrent.default(*parts, pools[i], x.rows, None, None, None, None, True)
+        gate = z.contiguous().unflatten(-1, (HV, V))
+        return ops.gated_rms_norm.default(o, gate, x.norm_weight).flatten(-2)
+
+    def alone(i: int) -> Tensor:
+        return ops.recurrent.default(
+            q, k, v, g, beta, pools[i], x.rows, None, None, None, None, True
+        )
+
+    def check(call: Callable, roundings: float) -> Callable[[], float]:
+        def run() -> float:
+            want, want_conv, want_state = x.decode(
+                reference.decode, x.conv_state.clone(), pools[0].clone()
+            )
+            y = call(0)
+            out_limit = (roundings * t for t in TOLERANCE[torch.bfloat16])
+            # Between separate ops q, k and v are rounded to bfloat16, and the state sees that.
+            coarse = torch.bfloat16 if roundings > 1 else state_dtype
+            return max(
+                scaled_error(y, want, *out_limit),
+                scaled_error(x.conv_state, want_conv, *TOLERANCE[torch.bfloat16]),
+                scaled_error(pools[0], want_state, *TOLERANCE[coarse]),
+            )
+
+        return run
+
+    def check_alone() -> float:
+        want, want_state = reference.recurrent(
+            q, k, v, g, beta, pools[0].clone(), x.rows, qk_l2norm=True
+        )
+        o = alone(0)
+        return max(
+            scaled_error(o, want, *TOLERANCE[torch.bfloat16]),
+            scaled_error(pools[0], want_state, *TOLERANCE[state_dtype]),
+        )
+
+    candidates = [
+        Candidate("decode", fused, check(fused, 1)),
+        Candidate("recurrent alone", alone, check_alone, note="q, k, v and gates ready"),
+        Candidate("conv_gating, recurrent, norm", chain, check(chain, 4)),
+    ]
+    case = {
+        "family": "decode", "op": "decode", "heads": f"{H}/{HV}", "batch": B, "tokens": 1,
+        "dtype": "bf16", "state": SHORT[state_dtype], "mode": "rotated",
+    }  # fmt: skip
+    with torch.no_grad():
+        return measure(case, candidates, pools, 2 * size + x.bytes, options)
+
+
+def dispatch_rows(options: Options) -> list[dict]:
+    """Each op on nothing: what the dispatcher, the checks and the output cost."""
+    H, HV = 2, 6
+    x = Step(0, H, HV, torch.float32, options.seed)
+    state = torch.zeros(1, HV, V, K)
+    conv_state = torch.zeros(1, x.C, W - 1)
+    q, v = torch.zeros(0, 1, H, K), torch.zeros(0, 1, HV, V)
+    g = torch.zeros(0, 1, HV)
+    mixed = x.projected[..., : x.C]
+    empty = torch.zeros(0)
+    calls: dict[str, Callable] = {
+        "torch add_": lambda: torch.ops.aten.add_.Scalar(empty, 1),
+        "recurrent": lambda: ops.recurrent.default(q, q, v, g, g, state),
+        "recurrent_gated": lambda: ops.recurrent_gated.default(
+            q, q, v, g, g, x.A_log, x.dt_bias, state
+        ),
+        "gating": lambda: ops.gating.default(g, g, x.A_log, x.dt_bias),
+        "short_conv": lambda: ops.short_conv.default(mixed, x.conv_weight, None, conv_state),
+        "conv_gating": lambda: ops.conv_gating.default(
+            mixed, g, g, x.conv_weight, None, x.A_log, x.dt_bias, conv_state, H, K
+        ),
+        "gated_rms_norm": lambda: ops.gated_rms_norm.default(v, v, x.norm_weight),
+        "decode": lambda: x.decode(ops.decode.default, conv_state, state),
+    }
+    options.status("decode: dispatch")
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    n = 2000
+    with torch.inference_mode():
+        for _ in range(9):
+            for name, call in calls.items():
+                start = time.perf_counter()
+                for _ in range(n):
+                    call()
+                times[name].append((time.perf_counter() - start) / n)
+    medians = {name: statistics.median(found) * 1e3 for name, found in times.items()}
+    floor = medians.pop("torch add_")
+    rows = []
+    for name, ms in medians.items():
+        samples = sorted(times[name])
+        row = {
+            "family": "decode", "op": f"{name}, batch 0", "heads": f"{H}/{HV}", "batch": 0,
+            "dtype": "f32", "mode": "dispatch", "candidate": "gdn_ops", "ms": ms,
+            "spread": (samples[6] - samples[2]) * 1e3 / ms, "floor_ms": floor, "ratio": ms / floor,
+            "gbps": None, "error": None, "skipped": "", "note": "floor: torch's add_ on nothing",
+        }  # fmt: skip
+        rows.append(row)
+        options.emit(row)
+    return rows
+
+
+def run(options: Options) -> list[dict]:
+    """The fused step over batch sizes, then the dispatch of every op."""
+    keep_freed_memory()
+    rows: list[dict] = []
+    for heads in options.heads or HEADS:
+        for batch in options.batches or (BATCHES[:1] if options.quick else BATCHES):
+            for dtype in options.dtypes or (torch.float32,):
+                rows += case_rows(heads, batch, dtype, options)
+    return rows + dispatch_rows(options)
