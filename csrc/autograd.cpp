@@ -190,15 +190,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> conv1d_backward(
 
 struct Conv1d : torch::autograd::Function<Conv1d> {
   static variable_list forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight,
-                               const Tensor& bias, const Tensor& initial, const Tensor& cu,
-                               const std::string& activation,
+                               const OptTensor& bias, const OptTensor& initial,
+                               const OptTensor& cu, const std::string& activation,
                                std::optional<c10::SymInt> state_len) {
     at::AutoDispatchBelowADInplaceOrView below;
     static auto call = op<ConvSchema>("gdn::conv1d");
-    ctx->save_for_backward({x, weight, bias, initial, cu});
+    ctx->save_for_backward(
+        {x, weight, undefined_or(bias), undefined_or(initial), undefined_or(cu)});
     ctx->saved_data["activation"] = activation;
-    auto [y, final_state] = call.call(x, weight, optional(bias), optional(initial), optional(cu),
-                                      activation, state_len);
+    auto [y, final_state] = call.call(x, weight, bias, initial, cu, activation, state_len);
     ctx->saved_data["state_len"] = final_state.sym_size(2);
     return {y, final_state};
   }
@@ -219,8 +219,7 @@ std::tuple<Tensor, Tensor> conv1d(const Tensor& x, const Tensor& weight, const O
                                   const OptTensor& initial, const OptTensor& cu,
                                   c10::string_view activation,
                                   std::optional<c10::SymInt> state_len) {
-  const auto out = Conv1d::apply(x, weight, undefined_or(bias), undefined_or(initial),
-                                 undefined_or(cu), std::string(activation), state_len);
+  const auto out = Conv1d::apply(x, weight, bias, initial, cu, std::string(activation), state_len);
   return {out[0], out[1]};
 }
 
