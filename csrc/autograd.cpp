@@ -124,16 +124,16 @@ Tensor gated_rms_norm(const Tensor& x, const Tensor& gate, const Tensor& weight,
 // state.
 
 using ConvSchema = std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const OptTensor&,
-                                              const OptTensor&, const OptTensor&, c10::string_view,
-                                              std::optional<c10::SymInt>);
+                                              const OptTensor&, const OptTensor&,
+                                              const std::string&, std::optional<c10::SymInt>);
 using ConvBackwardSchema = std::tuple<Tensor, Tensor, Tensor, Tensor>(
     const Tensor&, const OptTensor&, const Tensor&, const Tensor&, const OptTensor&,
-    const OptTensor&, const OptTensor&, c10::string_view, c10::SymInt);
+    const OptTensor&, const OptTensor&, const std::string&, c10::SymInt);
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> conv1d_backward(
     const Tensor& grad_y, const OptTensor& grad_final, const Tensor& x, const Tensor& weight,
     const OptTensor& bias, const OptTensor& initial, const OptTensor& cu_seqlens,
-    c10::string_view activation, int64_t state_len) {
+    const std::string& activation, int64_t state_len) {
   const int64_t B = x.size(0), T = x.size(1), C = x.size(2), M = B * T, W = weight.size(1);
   const auto ints = x.options().dtype(at::kLong).requires_grad(false);
   const Tensor cu = cu_seqlens ? cu_seqlens->to(at::kLong) : at::arange(B + 1, ints) * T;
@@ -218,9 +218,9 @@ struct Conv1d : torch::autograd::Function<Conv1d> {
 
 std::tuple<Tensor, Tensor> conv1d(const Tensor& x, const Tensor& weight, const OptTensor& bias,
                                   const OptTensor& initial, const OptTensor& cu,
-                                  c10::string_view activation,
+                                  const std::string& activation,
                                   std::optional<c10::SymInt> state_len) {
-  const auto out = Conv1d::apply(x, weight, bias, initial, cu, std::string(activation), state_len);
+  const auto out = Conv1d::apply(x, weight, bias, initial, cu, activation, state_len);
   return {out[0], out[1]};
 }
 

@@ -268,6 +268,7 @@ static void store_block(const float* scratch, int64_t s, T* S, int64_t s_v, int6
 static int64_t rows_per_task(int64_t heads, int64_t V, int threads) {
   constexpr int64_t unit =
       kRowBlock > kColumnVectors * kLanes ? kRowBlock : kColumnVectors * kLanes;
+  if (heads == 0) return unit;
   const int64_t want = heads >= 4 * threads ? 1 : (4 * threads + heads - 1) / heads;
   const int64_t rows = (V + want - 1) / want;
   return (rows + unit - 1) / unit * unit;
