@@ -171,9 +171,7 @@ def test_b7_invalid_metadata_is_an_error_before_any_write():
         assert torch.equal(pool, make_pool(4, 1, 4, 4))
     # An integer scale is a number like any other.
     a, b = make_pool(4, 1, 4, 4), make_pool(4, 1, 4, 4)
-    assert torch.equal(
-        gdn_ops.recurrent(*args, a, scale=1), gdn_ops.recurrent(*args, b, scale=1.0)
-    )
+    assert torch.equal(gdn_ops.recurrent(*args, a, scale=1), gdn_ops.recurrent(*args, b, scale=1.0))
 
 
 @pytest.mark.parametrize("cu", [[0, 0, 3, 3, 5, 5], [0, 0], [0, 0, 0]])
@@ -335,7 +333,8 @@ def test_h6_schemas_live_in_the_library():
     library = gdn_ops._native.load()
     code = (
         f"import torch; torch.ops.load_library({str(library)!r}); "
-        "print(torch.ops.gdn.decode.default._schema); print(torch.ops.gdn.recurrent.default._schema)"
+        "print(torch.ops.gdn.decode.default._schema); "
+        "print(torch.ops.gdn.recurrent.default._schema)"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd="/")
     assert run.returncode == 0 and "Tensor(b!) state" in run.stdout, run.stderr

@@ -11,6 +11,9 @@ from __future__ import annotations
 import dataclasses
 
 import torch
+from torch import Tensor
+
+from gdn_ops import reference
 from gdn_ops.bench._timing import (
     SHORT,
     TOLERANCE,
@@ -20,9 +23,6 @@ from gdn_ops.bench._timing import (
     measure,
     scaled_error,
 )
-from torch import Tensor
-
-from gdn_ops import reference
 
 TITLE = "prefill in chunks, and a training step"
 K = V = 128

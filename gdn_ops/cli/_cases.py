@@ -17,6 +17,7 @@ import gdn_ops
 from gdn_ops import reference, windows
 
 WINDOW = 4  # entries: few, so that a short run folds
+TOKENS = 70  # of the chunked ops: one whole chunk and a part
 Compared = Iterator[tuple[str, Tensor, Tensor]]
 
 
@@ -220,6 +221,30 @@ def decode_lowrank(s: Setting) -> Compared:
         yield "window", window.u, want_window[1]
 
 
+def chunk(s: Setting) -> Compared:
+    x = Inputs(s, TOKENS)
+    args = (x.q, x.k, x.v, x.g, x.beta, x.state[: s.N].float())
+    yield from zip(
+        ("output", "final state"), gdn_ops.chunk(*args), reference.chunk(*args), strict=True
+    )
+
+
+def chunk_prefill(s: Setting) -> Compared:
+    x = Inputs(s, TOKENS)
+    args = (x.q, x.k, x.v, x.g, x.beta, x.state, x.rows, x.rows, x.has_initial_state)
+    want, want_state = reference.chunk_prefill(*args)
+    yield "output", gdn_ops.chunk_prefill(*args), want
+    yield "state", x.state, want_state
+
+
+def chunk_lowrank(s: Setting) -> Compared:
+    x, window = Inputs(s, TOKENS), _window(s)
+    args = (x.q, x.k, x.v, x.g, x.beta, *window, x.rows)
+    want = reference.chunk_lowrank(*args)
+    yield "output", gdn_ops.chunk_lowrank(*args), want[0]
+    yield "window", window.u, want[2]
+
+
 CASES: dict[str, tuple[Callable[[Setting], Compared], ...]] = {
     "recurrent": (recurrent, recurrent_tokens),
     "recurrent_gated": (recurrent_gated,),
@@ -235,9 +260,12 @@ CASES: dict[str, tuple[Callable[[Setting], Compared], ...]] = {
     "window_reset": (window_reset,),
     "decode_buffered": (decode_buffered,),
     "decode_lowrank": (decode_lowrank,),
+    "chunk": (chunk,),
+    "chunk_prefill": (chunk_prefill,),
+    "chunk_lowrank": (chunk_lowrank,),
 }
 # Ops that keep no recurrent state: its dtype and the precision mode do not touch them.
 STATELESS = {
     "gating", "short_conv", "conv1d", "conv_gating", "gated_rms_norm", "recurrent_lowrank",
-    "decode_lowrank",
+    "decode_lowrank", "chunk", "chunk_lowrank",
 }  # fmt: skip
