@@ -10,11 +10,11 @@ namespace gdn {
 
 enum class DType : int32_t { f32 = 0, bf16 = 1, f16 = 2 };
 
-constexpr int kMaxHeadDim = 512;  // largest K or V any kernel accepts
-constexpr int kMaxConvWidth = 8;  // largest W
+constexpr int kMaxHeadDim = 512;                // largest K or V any kernel accepts
+constexpr int kMaxConvWidth = 8;                // largest W
 constexpr int kMinChunk = 16, kMaxChunk = 128;  // tokens of a chunk
 constexpr int kDecodeTokens = 16;  // most tokens a sequence may bring to the fused decode step
-constexpr float kL2Eps = 1e-6f;   // x * rsqrt(sum(x^2) + kL2Eps), as in the model
+constexpr float kL2Eps = 1e-6f;    // x * rsqrt(sum(x^2) + kL2Eps), as in the model
 
 // A tensor indexed [batch, token, head, channel]; an absent axis has stride 0.
 struct View {
@@ -67,8 +67,8 @@ struct ConvPool {
   bool leading = false;  // false: live columns are the last W-1 (newest last); true: the first W-1
 };
 
-// Pending rank-1 updates: win_k [P,H,R,K], win_u [P,HV,R,V], win_g [P,HV,R] f32, win_fill [P] int32.
-// Last dimensions are contiguous.
+// Pending rank-1 updates: win_k [P,H,R,K], win_u [P,HV,R,V], win_g [P,HV,R] f32, win_fill [P]
+// int32. Last dimensions are contiguous.
 struct Window {
   void* k = nullptr;
   void* u = nullptr;
@@ -100,8 +100,8 @@ struct RecurrentArgs {
   bool l2norm = false;
 };
 
-// Chunked prefill. seqs.state_indices are the rows of `read`; rows of `write` are `write_indices`, or
-// the same where absent. `read` with a null pointer: every sequence starts from zero.
+// Chunked prefill. seqs.state_indices are the rows of `read`; rows of `write` are `write_indices`,
+// or the same where absent. `read` with a null pointer: every sequence starts from zero.
 struct ChunkArgs {
   Sequences seqs;
   int64_t H = 0, HV = 0, K = 0, V = 0, C = 64;  // C = tokens of a chunk
@@ -109,9 +109,9 @@ struct ChunkArgs {
   Gates gates;
   StatePool read, write;
   Index write_indices;
-  Index edge_rows;     // [N, edges]: row that receives the state after token C * (i + 1)
+  Index edge_rows;  // [N, edges]: row that receives the state after token C * (i + 1)
   int64_t edges = 0;
-  Window window;       // chunk_lowrank only; read and write are null then
+  Window window;  // chunk_lowrank only; read and write are null then
   float scale = 1.f;
   bool l2norm = false;
 };

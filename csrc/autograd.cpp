@@ -1,6 +1,6 @@
 // Gradients of the functional ops, for every backend: an autograd node at the Autograd key whose
-// forward calls the op below it. The backward ops are compositions of ATen calls, so they run on any
-// device, trace under torch.compile and can be differentiated again.
+// forward calls the op below it. The backward ops are compositions of ATen calls, so they run on
+// any device, trace under torch.compile and can be differentiated again.
 #include <optional>
 #include <string>
 
@@ -119,12 +119,13 @@ Tensor gated_rms_norm(const Tensor& x, const Tensor& gate, const Tensor& weight,
 
 // --- convolution
 //
-// All sequences lie in one row of M = B*T tokens; `seq` and `position` say where a token stands. The
-// entry `s` steps before a token is another token of its sequence, or a column of the initial state.
+// All sequences lie in one row of M = B*T tokens; `seq` and `position` say where a token stands.
+// The entry `s` steps before a token is another token of its sequence, or a column of the initial
+// state.
 
 using ConvSchema = std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const OptTensor&,
-                                              const OptTensor&, const OptTensor&,
-                                              c10::string_view, std::optional<c10::SymInt>);
+                                              const OptTensor&, const OptTensor&, c10::string_view,
+                                              std::optional<c10::SymInt>);
 using ConvBackwardSchema = std::tuple<Tensor, Tensor, Tensor, Tensor>(
     const Tensor&, const OptTensor&, const Tensor&, const Tensor&, const OptTensor&,
     const OptTensor&, const OptTensor&, c10::string_view, c10::SymInt);
@@ -149,8 +150,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> conv1d_backward(
   const int64_t zero_row = M + N * state_len;
   const auto row_before = [&](int64_t s) {
     const Tensor column = state_len + position - s;
-    const Tensor from_state = at::where(column >= 0, M + seq * state_len + column,
-                                        at::full_like(column, zero_row));
+    const Tensor from_state =
+        at::where(column >= 0, M + seq * state_len + column, at::full_like(column, zero_row));
     return at::where(position >= s, token - s, from_state);
   };
   Tensor pre = at::zeros({M, C}, xf.options());
@@ -190,15 +191,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> conv1d_backward(
 
 struct Conv1d : torch::autograd::Function<Conv1d> {
   static variable_list forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight,
-                               const Tensor& bias, const Tensor& initial, const Tensor& cu,
+                               const OptTensor& bias, const OptTensor& initial, const OptTensor& cu,
                                const std::string& activation,
                                std::optional<c10::SymInt> state_len) {
     at::AutoDispatchBelowADInplaceOrView below;
     static auto call = op<ConvSchema>("gdn::conv1d");
-    ctx->save_for_backward({x, weight, bias, initial, cu});
+    ctx->save_for_backward(
+        {x, weight, undefined_or(bias), undefined_or(initial), undefined_or(cu)});
     ctx->saved_data["activation"] = activation;
-    auto [y, final_state] = call.call(x, weight, optional(bias), optional(initial), optional(cu),
-                                      activation, state_len);
+    auto [y, final_state] = call.call(x, weight, bias, initial, cu, activation, state_len);
     ctx->saved_data["state_len"] = final_state.sym_size(2);
     return {y, final_state};
   }
@@ -206,12 +207,12 @@ struct Conv1d : torch::autograd::Function<Conv1d> {
     static auto call = op<ConvBackwardSchema>("gdn::conv1d_backward");
     const auto s = ctx->get_saved_variables();
     const Tensor grad_y = grads[0].defined() ? grads[0] : at::zeros_like(s[0]);
-    auto [dx, dw, db, di] =
-        call.call(grad_y, optional(grads[1]), s[0], s[1], optional(s[2]), optional(s[3]),
-                  optional(s[4]), ctx->saved_data["activation"].toStringRef(),
-                  ctx->saved_data["state_len"].toSymInt());
-    return {dx, dw, s[2].defined() ? db : Tensor(), s[3].defined() ? di : Tensor(), Tensor(),
-            Tensor(), Tensor()};
+    auto [dx, dw, db, di] = call.call(
+        grad_y, optional(grads[1]), s[0], s[1], optional(s[2]), optional(s[3]), optional(s[4]),
+        ctx->saved_data["activation"].toStringRef(), ctx->saved_data["state_len"].toSymInt());
+    return {
+        dx,       dw,      s[2].defined() ? db : Tensor(), s[3].defined() ? di : Tensor(), Tensor(),
+        Tensor(), Tensor()};
   }
 };
 
@@ -219,8 +220,7 @@ std::tuple<Tensor, Tensor> conv1d(const Tensor& x, const Tensor& weight, const O
                                   const OptTensor& initial, const OptTensor& cu,
                                   c10::string_view activation,
                                   std::optional<c10::SymInt> state_len) {
-  const auto out = Conv1d::apply(x, weight, undefined_or(bias), undefined_or(initial),
-                                 undefined_or(cu), std::string(activation), state_len);
+  const auto out = Conv1d::apply(x, weight, bias, initial, cu, std::string(activation), state_len);
   return {out[0], out[1]};
 }
 

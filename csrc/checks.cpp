@@ -31,9 +31,7 @@ void check_device(const char* op, const char* name, const at::Tensor& t, const a
               ", got ", t.device());
 }
 
-int64_t stride_of(const at::Tensor& t, int64_t d) {
-  return t.size(d) > 1 ? t.stride(d) : 0;
-}
+int64_t stride_of(const at::Tensor& t, int64_t d) { return t.size(d) > 1 ? t.stride(d) : 0; }
 
 // Size-1 dimensions get stride 0 so that kernels may hoist; contiguity tests use this helper.
 bool unit_stride(const at::Tensor& t, int64_t d) { return t.size(d) <= 1 || t.stride(d) == 1; }
@@ -88,8 +86,8 @@ void check_writable(const char* op, const char* name, const at::Tensor& t) {
 
 struct Extent {
   const char* begin;
-  const char* end;      // of one row
-  int64_t row_bytes;    // distance between rows
+  const char* end;    // of one row
+  int64_t row_bytes;  // distance between rows
   int64_t rows;
 };
 
@@ -233,10 +231,10 @@ Window window_of(const char* op, const WindowTensors& w, int64_t H, int64_t HV, 
               w.g.scalar_type());
   TORCH_CHECK(w.fill.scalar_type() == at::kInt, op, ": win_fill: expected int32, got ",
               w.fill.scalar_type());
-  TORCH_CHECK(unit_stride(w.k, 3), op, ": win_k: expected a contiguous last dimension, got strides ",
-              w.k.strides());
-  TORCH_CHECK(unit_stride(w.u, 3), op, ": win_u: expected a contiguous last dimension, got strides ",
-              w.u.strides());
+  TORCH_CHECK(unit_stride(w.k, 3), op,
+              ": win_k: expected a contiguous last dimension, got strides ", w.k.strides());
+  TORCH_CHECK(unit_stride(w.u, 3), op,
+              ": win_u: expected a contiguous last dimension, got strides ", w.u.strides());
   struct Named {
     const char* name;
     const at::Tensor* t;
@@ -335,8 +333,8 @@ void fill_conv(const char* op, ConvArgs& c, const at::Tensor& x, int64_t C,
   check_device(op, "conv_weight", weight, x);
   c.C = C;
   c.W = weight.size(1);
-  TORCH_CHECK(c.W >= 1 && c.W <= kMaxConvWidth, op, ": conv_weight: expected 1 <= W <= ",
-              kMaxConvWidth, ", got W = ", c.W);
+  TORCH_CHECK(c.W >= 1 && c.W <= kMaxConvWidth, op,
+              ": conv_weight: expected 1 <= W <= ", kMaxConvWidth, ", got W = ", c.W);
   c.x = activation_view(op, "x", x);
   c.x.sd = x.size(2) > 1 ? x.stride(2) : 1;
   c.x.sh = 0;
@@ -379,9 +377,10 @@ void rows_of(const char* op, const char* name, const at::Tensor& t, int64_t* str
 void refuse_grad(const char* op, std::initializer_list<const at::Tensor*> tensors) {
   if (!at::GradMode::is_enabled()) return;
   for (const at::Tensor* t : tensors) {
-    TORCH_CHECK(!t || !t->defined() || !t->requires_grad(), op,
-                ": has no gradient (it writes its state in place), but an input requires grad; call "
-                "it under torch.no_grad() or inference_mode()");
+    TORCH_CHECK(
+        !t || !t->defined() || !t->requires_grad(), op,
+        ": has no gradient (it writes its state in place), but an input requires grad; call "
+        "it under torch.no_grad() or inference_mode()");
   }
 }
 
@@ -455,9 +454,9 @@ static RecurrentArgs sequence_inputs(const char* op, const at::Tensor& q, const 
 }
 
 RecurrentArgs recurrent_args(const char* op, const at::Tensor& q, const at::Tensor& k,
-                             const at::Tensor& v, const GateTensors& gates,
-                             const at::Tensor* state, const WindowTensors* window,
-                             const SeqTensors& seq, std::optional<double> scale, bool qk_l2norm) {
+                             const at::Tensor& v, const GateTensors& gates, const at::Tensor* state,
+                             const WindowTensors* window, const SeqTensors& seq,
+                             std::optional<double> scale, bool qk_l2norm) {
   refuse_grad(op, {&q, &k, &v, &gates.g, &gates.beta, gates.A_log, gates.dt_bias, state});
   RecurrentArgs a =
       sequence_inputs(op, q, k, v, gates, state, false, window, seq, scale, qk_l2norm);
@@ -480,7 +479,8 @@ ChunkArgs chunk_args(const char* op, const at::Tensor& q, const at::Tensor& k, c
     check_dim(op, "initial_state", *t.initial_state, 4, "[N, HV, V, K]");
     TORCH_CHECK(t.initial_state->scalar_type() == at::kFloat, op,
                 ": initial_state: expected float32, got ", t.initial_state->scalar_type());
-    const int64_t N = t.cu_seqlens && t.cu_seqlens->dim() == 1 ? t.cu_seqlens->size(0) - 1 : q.size(0);
+    const int64_t N =
+        t.cu_seqlens && t.cu_seqlens->dim() == 1 ? t.cu_seqlens->size(0) - 1 : q.size(0);
     check_size(op, "initial_state", *t.initial_state, 0, N, "N");
   }
   const OptTensor none;
@@ -660,10 +660,10 @@ ConvGatingArgs conv_gating_args(const char* op, const at::Tensor& mixed_qkv, con
               ", HV = ", f.HV, ", got C = ", mixed_qkv.size(2));
   f.V = v_channels / f.HV;
   check_heads(op, f.H, f.HV, f.K, f.V);
-  f.conv = conv_args(op, mixed_qkv, conv_weight, conv_bias, conv_state, seq, activation,
-                     conv_leading);
-  f.gates = gates_of(op, {a, b, &A_log, &dt_bias}, mixed_qkv.size(0), mixed_qkv.size(1), f.HV,
-                     mixed_qkv);
+  f.conv =
+      conv_args(op, mixed_qkv, conv_weight, conv_bias, conv_state, seq, activation, conv_leading);
+  f.gates =
+      gates_of(op, {a, b, &A_log, &dt_bias}, mixed_qkv.size(0), mixed_qkv.size(1), f.HV, mixed_qkv);
   f.l2norm = qk_l2norm;
   return f;
 }
@@ -733,8 +733,8 @@ DecodeArgs decode_args(const char* op, const DecodeTensors& t, int64_t num_k_hea
   }
   r.seqs = sequences_of(op, like.size(0), like.size(1), P, seq, like);
   TORCH_CHECK(r.seqs.cu_seqlens.ptr || r.seqs.T <= kDecodeTokens, op, ": expected at most ",
-              kDecodeTokens, " tokens a sequence (longer calls: short_conv, gating, chunk), got T = ",
-              r.seqs.T);
+              kDecodeTokens,
+              " tokens a sequence (longer calls: short_conv, gating, chunk), got T = ", r.seqs.T);
   if (!t.window) check_speculative(op, r.seqs);
   if (t.window && t.state && !r.seqs.cu_seqlens.ptr) {
     TORCH_CHECK(r.seqs.T <= r.window.R, op, ": expected T <= R = ", r.window.R,
@@ -789,8 +789,9 @@ void check_values(const char* op, const Sequences& s, int64_t most_tokens) {
                   " then ", next, " at sequence ", n - 1);
       TORCH_CHECK(next - previous <= most_tokens, op, ": expected at most ", most_tokens,
                   " tokens a sequence, got ", next - previous, " for sequence ", n - 1);
-      TORCH_CHECK(s.S == 0 || next - previous <= s.S, op, ": state_indices: expected S >= ",
-                  next - previous, " columns for sequence ", n - 1, ", got ", s.S);
+      TORCH_CHECK(s.S == 0 || next - previous <= s.S, op,
+                  ": state_indices: expected S >= ", next - previous, " columns for sequence ",
+                  n - 1, ", got ", s.S);
       previous = next;
     }
     TORCH_CHECK(previous == s.T, op, ": cu_seqlens: expected to end at T = ", s.T, ", got ",
@@ -825,8 +826,8 @@ void check_window_values(const char* op, const RecurrentArgs& a, int64_t most_to
     const WindowCounts c = unpack_fill(packed);
     TORCH_CHECK(packed >= 0 && packed < 1 << 24 && c.fill <= w.R && (c.head == 0 || c.head < w.R) &&
                     (c.head == 0 || !a.state.ptr),
-                op, ": win_fill: expected counts that a window of R = ", w.R, " can hold, got ", packed,
-                " in row ", seq.row);
+                op, ": win_fill: expected counts that a window of R = ", w.R, " can hold, got ",
+                packed, " in row ", seq.row);
     TORCH_CHECK(!a.seqs.num_accepted.ptr || c.fill == 0 || seq.accepted <= c.drafts + 1, op,
                 ": num_accepted: expected at most the ", c.drafts + 1,
                 " tokens of the call before, got ", seq.accepted, " for sequence ", n);
@@ -843,7 +844,8 @@ void check_conv_values(const char* op, const ConvArgs& c) {
     const int64_t need = c.W - 2 + seq.end - seq.start;
     TORCH_CHECK(c.state.L >= need && c.state.L >= c.W - 2 + seq.accepted, op,
                 ": conv_state: expected L >= ", need, " columns for ", seq.end - seq.start,
-                " tokens and ", seq.accepted, " accepted ones in sequence ", n, ", got ", c.state.L);
+                " tokens and ", seq.accepted, " accepted ones in sequence ", n, ", got ",
+                c.state.L);
   }
 }
 

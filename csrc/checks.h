@@ -1,7 +1,8 @@
 // Tensors in, argument blocks out: every check of every op, shared by all backends.
 //
 // A builder throws before anything is written. `check_values` looks at lengths and indices and is
-// for backends whose data lives on the host; device backends never read them (docs/architecture.md).
+// for backends whose data lives on the host; device backends never read them
+// (docs/architecture.md).
 #pragma once
 
 #include <initializer_list>
@@ -43,12 +44,12 @@ struct GateTensors {
 
 // `state` null: low-rank; `window` null: full. The caller sets `out`.
 RecurrentArgs recurrent_args(const char* op, const at::Tensor& q, const at::Tensor& k,
-                             const at::Tensor& v, const GateTensors& gates,
-                             const at::Tensor* state, const WindowTensors* window,
-                             const SeqTensors& seq, std::optional<double> scale, bool qk_l2norm);
+                             const at::Tensor& v, const GateTensors& gates, const at::Tensor* state,
+                             const WindowTensors* window, const SeqTensors& seq,
+                             std::optional<double> scale, bool qk_l2norm);
 
-// Chunked prefill. Functional: `state` null and `initial_state` [N, HV, V, K] f32 or absent; the caller
-// sets `write`. Pool form: `state` is read and written.
+// Chunked prefill. Functional: `state` null and `initial_state` [N, HV, V, K] f32 or absent; the
+// caller sets `write`. Pool form: `state` is read and written.
 struct ChunkTensors {
   const OptTensor& initial_state;
   const at::Tensor* state;
@@ -107,8 +108,8 @@ DecodeArgs decode_args(const char* op, const DecodeTensors& t, int64_t num_k_hea
 // sequence brings more than `most_tokens`.
 void check_values(const char* op, const Sequences& s, int64_t most_tokens = INT64_MAX);
 
-// The same for sequences that own a window: counts that a window can hold, and no more accepted than
-// the last call brought.
+// The same for sequences that own a window: counts that a window can hold, and no more accepted
+// than the last call brought.
 void check_window_values(const char* op, const RecurrentArgs& a, int64_t most_tokens = INT64_MAX);
 
 // The same for a conv pool: its rows exist, and a speculative call's columns fit.

@@ -19,11 +19,12 @@ GDN_HD int64_t at(const Index& x, int64_t i, int64_t j = 0) {
                 : static_cast<const int32_t*>(x.ptr)[offset];
 }
 
-// One sequence: tokens [start, end) of batch row b; `row` = pool row read first, negative = padding.
+// One sequence: tokens [start, end) of batch row b; `row` = pool row read first, negative =
+// padding.
 struct Sequence {
   int64_t b, start, end, row;
-  bool fresh;         // start from zero, read nothing
-  int64_t accepted;   // 1 where num_accepted is absent
+  bool fresh;        // start from zero, read nothing
+  int64_t accepted;  // 1 where num_accepted is absent
 };
 
 // `row_column`: which column of state_indices holds the row; -1 = the one num_accepted names.
@@ -50,8 +51,8 @@ GDN_HD Sequence sequence_of(const Sequences& s, int64_t n, int64_t row_column = 
   return q;
 }
 
-// win_fill unpacked (docs/windows.md): live entries, tokens of the last call beyond the first, and the
-// slot of the oldest entry.
+// win_fill unpacked (docs/windows.md): live entries, tokens of the last call beyond the first, and
+// the slot of the oldest entry.
 struct WindowCounts {
   int32_t fill, drafts, head;
 };

@@ -352,7 +352,9 @@ def test_gradients_against_the_sequential_oracle(dtype, kind):
     S = state(1, 4, 24, 16)
     ours, theirs = leaves((q, k, v, g, beta), S), leaves((q, k, v, g, beta), S)
     gen = torch.Generator().manual_seed(3)
-    wo, ws = torch.randn(v.shape, generator=gen), torch.randn(S.shape, generator=gen)
+    # Exact in dtype: the gradient that reaches a 16-bit o is rounded to its dtype by autograd.
+    wo = torch.randn(v.shape, generator=gen).to(dtype)
+    ws = torch.randn(S.shape, generator=gen)
     o, final = gdn_ops.chunk(*ours, qk_l2norm=True)
     ((o.double() * wo).sum() + (final.double() * ws).sum()).backward()
     o, final = reference.chunk(*theirs, qk_l2norm=True)
@@ -506,7 +508,9 @@ def test_fla_names():
         assert torch.equal(S, before)
         flipped = S.transpose(2, 3).contiguous()
         o2, final2 = f(q, k, v, initial_state=flipped, transpose_state_layout=True, **kwargs)
-        assert torch.equal(o, o2) and torch.equal(final2.transpose(2, 3), final)
+        # The recurrence sums in another order over a transposed pool.
+        assert_close("o", o2, o.double(), torch.float32, SLACK)
+        assert_close("final", final2.transpose(2, 3), final.double(), torch.float32, SLACK)
         assert f(q, k, v, g=g, beta=beta)[1] is None
         a, A_log, dt_bias = torch.randn(2, 40, 4), torch.rand(4), torch.randn(4)
         ready, _ = gdn_ops.gating(a, a, A_log, dt_bias)

@@ -290,7 +290,7 @@ def test_layer_decode_one_gemm_in_one_out():
     pools = {"conv": states.conv, "state": states.state}
     code = check(fn, pools, torch.randn(N, 1, 32), rows())
     assert gemms(code) == 2
-    assert code.count("torch.ops.gdn.") == code.count("torch.ops.gdn.decode.default(") == 1
+    assert re.findall(r"= torch\.ops\.gdn\.(\w+)", code) == ["decode"]
 
 
 def test_layer_prefill():
@@ -311,13 +311,16 @@ def test_layer_dynamic_batch_compiles_once():
     states = layer.allocate(P)
     counter = CompileCounterWithBackend("inductor")
     compiled = torch.compile(layer.decode, fullgraph=True, dynamic=True, backend=counter)
+    # Tracing the first call may start over and count twice; later sizes must add nothing.
+    compilations = []
     for batch in (2, 3, 5, 12):
         x, index = torch.randn(batch, 1, 32), torch.randperm(P)[:batch]
         twin = States(states.conv.clone(), states.state.clone())
         expected = layer.decode(x, twin, index)
         torch.testing.assert_close(compiled(x, states, index), expected, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(states.state, twin.state, rtol=1e-5, atol=1e-6)
-    assert counter.frame_count == 1
+        compilations.append(counter.frame_count)
+    assert set(compilations) == {compilations[0]}
 
 
 @pytest.mark.parametrize("mode", ["buffered", "lowrank"])
@@ -382,13 +385,16 @@ def test_patched_layer_dynamic_batch(model):
     compiled = torch.compile(
         lambda x, cache: layer(x, **{name: cache}), fullgraph=True, dynamic=True, backend=counter
     )
+    # Tracing the first call may start over and count twice; later sizes must add nothing.
+    compilations = []
     for batch in (2, 3, 5):
         _, cache = prefilled(model, batch)
         twin = copy.deepcopy(cache)
         x = torch.randn(batch, 1, 64)
         expected = layer(x, **{name: twin})
         torch.testing.assert_close(compiled(x, cache), expected, rtol=1e-5, atol=1e-6)
-    assert counter.frame_count == 1
+        compilations.append(counter.frame_count)
+    assert set(compilations) == {compilations[0]}
 
 
 def test_patched_model_generates_the_same_compiled(model):
@@ -412,3 +418,16 @@ def test_patched_model_generates_the_same_compiled(model):
         token = step(token, cache).argmax(-1, keepdim=True)
     assert torch.equal(out, expected)
     assert counter.frame_count <= 3, "prefill, first decode and at most one more"
+
+
+def test_falling_back_is_traced_too(model):
+    """The code of transformers runs inside the graph, and the warning comes while tracing."""
+    from gdn_ops.hf import layers as hf_layers
+
+    layer = copy.deepcopy(model.model.layers[0].linear_attn).double()
+    compiled = torch.compile(lambda x: layer(x), fullgraph=True, backend="eager")
+    x = torch.randn(1, 3, 64, dtype=torch.float64)
+    hf_layers._announced.clear()
+    with pytest.warns(UserWarning, match="runs the code of transformers: parameters are"):
+        got = compiled(x)
+    assert torch.equal(got, layer(x))

@@ -227,7 +227,7 @@ def test_buffered_16_bit(dtype, state_dtype):
 @pytest.mark.parametrize("state_dtype,R", [(torch.float32, 8), (torch.bfloat16, 16),
                                            (torch.float16, 5)])  # fmt: skip
 def test_buffered_large_batch(state_dtype, R):
-    """The streaming kernel: the same bits as a row alone, and recurrent's result."""
+    """The same bits as a row alone, and the result of recurrent."""
     B, H, HV, P = 96, 4, 16, 100
     dtype = torch.bfloat16
     start = pool(P, HV, 128, 128, state_dtype).cuda()

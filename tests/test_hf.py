@@ -148,16 +148,16 @@ def test_bfloat16_model(storage_pair):
 
 @pytest.mark.parametrize("lengths", SPLITS_OF_65, ids=lambda s: "+".join(map(str, s[:4])))
 def test_split_anywhere(storage_pair, lengths):
-    """Any split of 65 tokens gives the outputs and states of the unpatched layer in float64."""
+    """However 65 tokens are split: as near to float64 as the unpatched layer in one piece."""
     plain, patched = storage_pair
     exact = copy.deepcopy(first_layer(plain)).double()
     x = hidden(2, 65)
     expected = run_split(exact, new_cache(plain), x.double(), [65])
-    got = run_split(first_layer(patched), new_cache(patched), x, lengths)
-    for name, a, b in zip(("output", "conv", "state"), got, expected, strict=True):
-        torch.testing.assert_close(
-            a.double(), b.double(), rtol=1e-5, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}"
-        )
+    theirs = run_split(first_layer(plain), new_cache(plain), x, [65])
+    ours = run_split(first_layer(patched), new_cache(patched), x, lengths)
+    for name, a, b, want in zip(("output", "conv", "state"), ours, theirs, expected, strict=True):
+        error, allowed = ((t.double() - want).abs().max() for t in (a, b))
+        assert error <= 1.5 * allowed, f"{name}: error {error:.2e}, unpatched {allowed:.2e}"
 
 
 def test_multi_token_with_history(storage_pair):

@@ -333,8 +333,7 @@ def test_h6_schemas_live_in_the_library():
     library = gdn_ops._native.load()
     code = (
         f"import torch; torch.ops.load_library({str(library)!r}); "
-        "print(torch.ops.gdn.decode.default._schema); "
-        "print(torch.ops.gdn.recurrent.default._schema)"
+        "print(torch.ops.gdn.decode.default._schema, torch.ops.gdn.recurrent.default._schema)"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd="/")
     assert run.returncode == 0 and "Tensor(b!) state" in run.stdout, run.stderr

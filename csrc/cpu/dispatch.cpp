@@ -30,7 +30,9 @@ extern const Kernels table;
 const std::vector<const Kernels*>& compiled() {
   static const std::vector<const Kernels*> all = {
 #if defined(__x86_64__)
-      &avx512bf16::table, &avx512::table, &avx2::table,
+      &avx512bf16::table,
+      &avx512::table,
+      &avx2::table,
 #elif defined(__aarch64__)
       &neon::table,
 #endif

@@ -16,8 +16,7 @@
 #endif
 namespace gdn::cpu::avx2 {
 static bool supported() {
-  return __builtin_cpu_supports("avx2") &&
-         __builtin_cpu_supports("fma") &&
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
          __builtin_cpu_supports("f16c");
 }
 #include "kernels/all.h"

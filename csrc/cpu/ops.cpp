@@ -81,7 +81,8 @@ Tensor short_conv(const Tensor& x, const Tensor& weight, const OptTensor& bias, 
 std::tuple<Tensor, Tensor> conv1d(const Tensor& x, const Tensor& weight, const OptTensor& bias,
                                   const OptTensor& initial_state, const OptTensor& cu_seqlens,
                                   const std::string& activation, std::optional<int64_t> state_len) {
-  ConvArgs a = conv1d_args("conv1d", x, weight, bias, initial_state, cu_seqlens, activation, state_len);
+  ConvArgs a =
+      conv1d_args("conv1d", x, weight, bias, initial_state, cu_seqlens, activation, state_len);
   check_values("conv1d", a.seqs);
   // The final state is a pool of its own, one row a sequence, that starts as the initial state.
   const auto dtype = initial_state ? initial_state->scalar_type() : x.scalar_type();
@@ -109,10 +110,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> conv_gating(
     int64_t num_k_heads, int64_t head_k_dim, const OptTensor& state_indices,
     const OptTensor& has_initial_state, const OptTensor& cu_seqlens, const OptTensor& num_accepted,
     bool qk_l2norm, const std::string& activation, bool conv_leading) {
-  ConvGatingArgs f = conv_gating_args(
-      "conv_gating", mixed_qkv, a, b, conv_weight, conv_bias, A_log, dt_bias, conv_state,
-      num_k_heads, head_k_dim, {state_indices, has_initial_state, cu_seqlens, num_accepted},
-      qk_l2norm, activation, conv_leading);
+  ConvGatingArgs f = conv_gating_args("conv_gating", mixed_qkv, a, b, conv_weight, conv_bias, A_log,
+                                      dt_bias, conv_state, num_k_heads, head_k_dim,
+                                      {state_indices, has_initial_state, cu_seqlens, num_accepted},
+                                      qk_l2norm, activation, conv_leading);
   check_values("conv_gating", f.conv.seqs);
   check_conv_values("conv_gating", f.conv);
   const int64_t B = mixed_qkv.size(0), T = mixed_qkv.size(1);
@@ -144,12 +145,11 @@ Tensor decode(const Tensor& projected, const Tensor& conv_weight, const OptTenso
               const OptTensor& cu_seqlens, const OptTensor& num_accepted,
               std::optional<double> scale, bool qk_l2norm, double eps,
               const std::string& activation, bool conv_leading) {
-  DecodeArgs d = decode_args("decode",
-                             {projected, conv_weight, conv_bias, A_log, dt_bias, norm_weight,
-                              conv_state, &state, nullptr},
-                             num_k_heads, head_k_dim,
-                             {state_indices, has_initial_state, cu_seqlens, num_accepted}, scale,
-                             qk_l2norm, eps, activation, conv_leading);
+  DecodeArgs d = decode_args(
+      "decode",
+      {projected, conv_weight, conv_bias, A_log, dt_bias, norm_weight, conv_state, &state, nullptr},
+      num_k_heads, head_k_dim, {state_indices, has_initial_state, cu_seqlens, num_accepted}, scale,
+      qk_l2norm, eps, activation, conv_leading);
   check_values("decode", d.recurrent.seqs, kDecodeTokens);
   check_conv_values("decode", d.front.conv);
   const RecurrentArgs& r = d.recurrent;
@@ -160,15 +160,17 @@ Tensor decode(const Tensor& projected, const Tensor& conv_weight, const OptTenso
 }
 
 void sweep(Tensor& x) {
-  TORCH_CHECK(x.is_contiguous(), "sweep: x: expected a contiguous tensor, got strides ", x.strides());
+  TORCH_CHECK(x.is_contiguous(), "sweep: x: expected a contiguous tensor, got strides ",
+              x.strides());
   static volatile uint32_t zero = 0;
   const int64_t bytes = static_cast<int64_t>(x.nbytes());
   kernels().sweep(static_cast<char*>(x.data_ptr()), bytes, zero, threads());
 }
 
-Tensor run_window(const char* op, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g,
-                  const Tensor& beta, const Tensor* state, const WindowTensors& window,
-                  const SeqTensors& seq, std::optional<double> scale, bool qk_l2norm) {
+Tensor run_window(const char* op, const Tensor& q, const Tensor& k, const Tensor& v,
+                  const Tensor& g, const Tensor& beta, const Tensor* state,
+                  const WindowTensors& window, const SeqTensors& seq, std::optional<double> scale,
+                  bool qk_l2norm) {
   refuse_grad(op, {&window.k, &window.u, &window.g});
   RecurrentArgs a = recurrent_args(op, q, k, v, {g, beta}, state, &window, seq, scale, qk_l2norm);
   check_window_values(op, a, state ? a.window.R : INT64_MAX);
@@ -228,8 +230,9 @@ Tensor run_decode_window(const char* op, const DecodeTensors& t, int64_t num_k_h
   refuse_grad(op, {&t.window->k, &t.window->u, &t.window->g});
   DecodeArgs d = decode_args(op, t, num_k_heads, head_k_dim, seq, scale, qk_l2norm, eps, activation,
                              conv_leading);
-  check_window_values(op, d.recurrent,
-                      t.state ? std::min<int64_t>(d.recurrent.window.R, kDecodeTokens) : kDecodeTokens);
+  check_window_values(
+      op, d.recurrent,
+      t.state ? std::min<int64_t>(d.recurrent.window.R, kDecodeTokens) : kDecodeTokens);
   check_conv_values(op, d.front.conv);
   const RecurrentArgs& r = d.recurrent;
   Tensor y = new_output(t.projected, {t.projected.size(0), t.projected.size(1), r.HV * r.V});
@@ -247,12 +250,11 @@ Tensor decode_buffered(const Tensor& projected, const Tensor& conv_weight,
                        const OptTensor& num_accepted, std::optional<double> scale, bool qk_l2norm,
                        double eps, const std::string& activation, bool conv_leading) {
   const WindowTensors window{win_k, win_u, win_g, win_fill};
-  return run_decode_window("decode_buffered",
-                           {projected, conv_weight, conv_bias, A_log, dt_bias, norm_weight,
-                            conv_state, &state, &window},
-                           num_k_heads, head_k_dim,
-                           {state_indices, has_initial_state, cu_seqlens, num_accepted}, scale,
-                           qk_l2norm, eps, activation, conv_leading);
+  return run_decode_window(
+      "decode_buffered",
+      {projected, conv_weight, conv_bias, A_log, dt_bias, norm_weight, conv_state, &state, &window},
+      num_k_heads, head_k_dim, {state_indices, has_initial_state, cu_seqlens, num_accepted}, scale,
+      qk_l2norm, eps, activation, conv_leading);
 }
 
 Tensor decode_lowrank(const Tensor& projected, const Tensor& conv_weight,
@@ -325,10 +327,10 @@ Tensor chunk_lowrank(const Tensor& q, const Tensor& k, const Tensor& v, const Te
   refuse_grad("chunk_lowrank", {&q, &k, &v, &g, &beta, &win_k, &win_u, &win_g});
   const OptTensor none;
   const WindowTensors window{win_k, win_u, win_g, win_fill};
-  ChunkArgs a = chunk_args("chunk_lowrank", q, k, v, g, beta,
-                           {none, nullptr, state_indices, none, has_initial_state, cu_seqlens, none,
-                            &window},
-                           scale, qk_l2norm, chunk_size);
+  ChunkArgs a =
+      chunk_args("chunk_lowrank", q, k, v, g, beta,
+                 {none, nullptr, state_indices, none, has_initial_state, cu_seqlens, none, &window},
+                 scale, qk_l2norm, chunk_size);
   check_values("chunk_lowrank", a.seqs);
   Tensor out = new_output(v, v.sizes());
   a.out = view_of(out, a.V);

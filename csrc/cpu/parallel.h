@@ -11,8 +11,9 @@ struct Parallel {
   void (*run)(int64_t n, void (*body)(void*, int64_t, int64_t), void* data) = nullptr;
 };
 
-// Scratch of the calling thread, 64-byte aligned: kept until the thread ends or asks for more, so that
-// no call maps memory anew. Contents are undefined, and the next request may return the same block.
+// Scratch of the calling thread, 64-byte aligned: kept until the thread ends or asks for more, so
+// that no call maps memory anew. Contents are undefined, and the next request may return the same
+// block.
 float* thread_scratch(int64_t floats);
 
 template <class Body>

@@ -9,14 +9,15 @@
 
 namespace gdn::cpu {
 
-// gdn_ops.set_precision: exact = all state arithmetic in f32; fast = products in the 16-bit dtype the
-// state is stored in, where the processor has them; automatic = fast where it was measured to pay.
+// gdn_ops.set_precision: exact = all state arithmetic in f32; fast = products in the 16-bit dtype
+// the state is stored in, where the processor has them; automatic = fast where it was measured to
+// pay.
 enum class Precision { exact, fast, automatic };
 
 struct Kernels {
-  const char* name;         // what GDN_CPU_ISA accepts
+  const char* name;  // what GDN_CPU_ISA accepts
   const char* description;
-  bool (*supported)();      // by the processor this runs on
+  bool (*supported)();  // by the processor this runs on
   void (*recurrent)(const RecurrentArgs&, const Parallel&);
   void (*gating)(const GatingArgs&, const Parallel&);
   void (*short_conv)(const ConvArgs&, const Parallel&);

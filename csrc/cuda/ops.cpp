@@ -118,8 +118,8 @@ Tensor short_conv_op(const Tensor& x, const Tensor& weight, const OptTensor& bia
                      bool conv_leading) {
   const c10::cuda::CUDAGuard guard(x.device());
   ConvArgs a = conv_args("short_conv", x, weight, bias, conv_state,
-                         {state_indices, has_initial_state, cu_seqlens, num_accepted},
-                         activation, conv_leading);
+                         {state_indices, has_initial_state, cu_seqlens, num_accepted}, activation,
+                         conv_leading);
   Tensor y = new_output(x, x.sizes());
   a.y = view_of(y, 0);
   launched("short_conv", short_conv(a, stream()));
@@ -151,10 +151,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> conv_gating_op(
     const OptTensor& has_initial_state, const OptTensor& cu_seqlens, const OptTensor& num_accepted,
     bool qk_l2norm, const std::string& activation, bool conv_leading) {
   const c10::cuda::CUDAGuard guard(mixed_qkv.device());
-  ConvGatingArgs f = conv_gating_args(
-      "conv_gating", mixed_qkv, a, b, conv_weight, conv_bias, A_log, dt_bias, conv_state,
-      num_k_heads, head_k_dim, {state_indices, has_initial_state, cu_seqlens, num_accepted},
-      qk_l2norm, activation, conv_leading);
+  ConvGatingArgs f = conv_gating_args("conv_gating", mixed_qkv, a, b, conv_weight, conv_bias, A_log,
+                                      dt_bias, conv_state, num_k_heads, head_k_dim,
+                                      {state_indices, has_initial_state, cu_seqlens, num_accepted},
+                                      qk_l2norm, activation, conv_leading);
   const Front out(f, mixed_qkv);
   launched("conv_gating", conv_gating(f, stream()));
   return {out.q, out.k, out.v, out.g, out.beta};
@@ -176,8 +176,8 @@ Tensor run_decode(const char* op, const DecodeTensors& t, int64_t num_k_heads, i
                   const SeqTensors& seq, std::optional<double> scale, bool qk_l2norm, double eps,
                   const std::string& activation, bool conv_leading) {
   const c10::cuda::CUDAGuard guard(t.projected.device());
-  DecodeArgs d = decode_args(op, t, num_k_heads, head_k_dim, seq, scale, qk_l2norm, eps,
-                             activation, conv_leading);
+  DecodeArgs d = decode_args(op, t, num_k_heads, head_k_dim, seq, scale, qk_l2norm, eps, activation,
+                             conv_leading);
   RecurrentArgs& r = d.recurrent;
   // The recurrence normalises q and k in float32, from what the model would round there.
   d.front.l2norm = false;
@@ -221,12 +221,11 @@ Tensor decode_op(const Tensor& projected, const Tensor& conv_weight, const OptTe
                  const OptTensor& cu_seqlens, const OptTensor& num_accepted,
                  std::optional<double> scale, bool qk_l2norm, double eps,
                  const std::string& activation, bool conv_leading) {
-  return run_decode("decode",
-                    {projected, conv_weight, conv_bias, A_log, dt_bias, norm_weight, conv_state,
-                     &state, nullptr},
-                    num_k_heads, head_k_dim,
-                    {state_indices, has_initial_state, cu_seqlens, num_accepted}, scale, qk_l2norm,
-                    eps, activation, conv_leading);
+  return run_decode(
+      "decode",
+      {projected, conv_weight, conv_bias, A_log, dt_bias, norm_weight, conv_state, &state, nullptr},
+      num_k_heads, head_k_dim, {state_indices, has_initial_state, cu_seqlens, num_accepted}, scale,
+      qk_l2norm, eps, activation, conv_leading);
 }
 
 Tensor decode_buffered_op(const Tensor& projected, const Tensor& conv_weight,
@@ -239,12 +238,11 @@ Tensor decode_buffered_op(const Tensor& projected, const Tensor& conv_weight,
                           bool qk_l2norm, double eps, const std::string& activation,
                           bool conv_leading) {
   const WindowTensors window{win_k, win_u, win_g, win_fill};
-  return run_decode("decode_buffered",
-                    {projected, conv_weight, conv_bias, A_log, dt_bias, norm_weight, conv_state,
-                     &state, &window},
-                    num_k_heads, head_k_dim,
-                    {state_indices, has_initial_state, cu_seqlens, num_accepted}, scale, qk_l2norm,
-                    eps, activation, conv_leading);
+  return run_decode(
+      "decode_buffered",
+      {projected, conv_weight, conv_bias, A_log, dt_bias, norm_weight, conv_state, &state, &window},
+      num_k_heads, head_k_dim, {state_indices, has_initial_state, cu_seqlens, num_accepted}, scale,
+      qk_l2norm, eps, activation, conv_leading);
 }
 
 }  // namespace

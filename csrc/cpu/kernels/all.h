@@ -15,6 +15,19 @@
 
 extern const Kernels table;
 const Kernels table = {
-    GDN_STRINGIFY(GDN_ISA), GDN_ISA_DESCRIPTION, supported, recurrent, gating, short_conv, conv_gating,
-    gated_rms_norm, decode, sweep, recurrent_window, window_flush, decode_window, chunk, chunk_lowrank,
+    GDN_STRINGIFY(GDN_ISA),
+    GDN_ISA_DESCRIPTION,
+    supported,
+    recurrent,
+    gating,
+    short_conv,
+    conv_gating,
+    gated_rms_norm,
+    decode,
+    sweep,
+    recurrent_window,
+    window_flush,
+    decode_window,
+    chunk,
+    chunk_lowrank,
 };

@@ -1,14 +1,14 @@
 // Depthwise causal convolution over a pool of histories (or none).
 // Included inside the namespace of one instruction set, after gates.h.
 //
-// A task is a block of channels and a group of sequences: the block's weights are turned into rows of
-// taps once and serve the whole group. Inside, kConvStrip channels at a time go through all tokens
-// with their history in L1.
+// A task is a block of channels and a group of sequences: the block's weights are turned into rows
+// of taps once and serve the whole group. Inside, kConvStrip channels at a time go through all
+// tokens with their history in L1.
 
-constexpr int64_t kConvBlock = 512;   // channels a task
-constexpr int64_t kConvStrip = 64;    // channels whose window is held at a time
-constexpr int64_t kConvTokens = 16;   // tokens widened at a time
-constexpr int64_t kConvGroup = 16;    // sequences a task
+constexpr int64_t kConvBlock = 512;  // channels a task
+constexpr int64_t kConvStrip = 64;   // channels whose window is held at a time
+constexpr int64_t kConvTokens = 16;  // tokens widened at a time
+constexpr int64_t kConvGroup = 16;   // sequences a task
 
 // Taps of a block of channels, time order: w[tap][channel], zero past the block.
 struct alignas(64) Taps {
@@ -97,8 +97,8 @@ static ConvWindow conv_window(const ConvArgs& a, const Sequence& seq) {
   return {seq.accepted - 1, taps, taps - 1 + T, 1, seq.accepted - 1};
 }
 
-// n <= kConvBlock channels of one live sequence at once. sink(t, c, n, y) takes the outputs (f32, may
-// be changed, readable to padded(n)) of token t; c counts from channel 0 of the tensor.
+// n <= kConvBlock channels of one live sequence at once. sink(t, c, n, y) takes the outputs (f32,
+// may be changed, readable to padded(n)) of token t; c counts from channel 0 of the tensor.
 template <class ST, class Sink>
 GDN_INLINE void conv_strip(const ConvArgs& a, const Sequence& seq, const Taps& taps, int64_t c_taps,
                            int64_t c, int64_t n, Sink sink) {
@@ -166,7 +166,8 @@ GDN_INLINE void conv_strip(const ConvArgs& a, const Sequence& seq, const Taps& t
     } else if (seq.fresh) {
       std::memset(y, 0, sizeof y);
     } else {
-      load_columns(state + (win.first + source) * a.state.s_l, a.state.s_c, a.state.s_l, 1, n, y, s);
+      load_columns(state + (win.first + source) * a.state.s_l, a.state.s_c, a.state.s_l, 1, n, y,
+                   s);
     }
     store_columns(y, s, 1, n, state + j * a.state.s_l, a.state.s_c, a.state.s_l);
   }
@@ -260,7 +261,8 @@ static void conv_gating(const ConvGatingArgs& a, const Parallel& parallel) {
         }
         if (seq.row < 0) {
           std::memset(row, 0, sizeof row);
-          for (int64_t t = seq.start; t < seq.end; ++t) store_row(out, seq.b, t, h, 0, n_channels, row);
+          for (int64_t t = seq.start; t < seq.end; ++t)
+            store_row(out, seq.b, t, h, 0, n_channels, row);
           continue;
         }
         if (seq.end <= seq.start) continue;

@@ -1,10 +1,11 @@
 // The layer between its two projections: conv + gates + l2norm + recurrence + gated norm.
 // Included inside the namespace of one instruction set, after recurrent.h, conv.h and norm.h.
 //
-// A task is (sequence, key head) with the value heads that share it: they are the only readers of that
-// head's conv columns, so the task may roll them, and nothing between the projections leaves its cache.
-// When there are fewer such tasks than threads can share evenly, the same steps run as two passes, with
-// the recurrence split by rows of V between them; every value is computed by the same code either way.
+// A task is (sequence, key head) with the value heads that share it: they are the only readers of
+// that head's conv columns, so the task may roll them, and nothing between the projections leaves
+// its cache. When there are fewer such tasks than threads can share evenly, the same steps run as
+// two passes, with the recurrence split by rows of V between them; every value is computed by the
+// same code either way.
 
 struct DecodeHead {
   const DecodeArgs& a;

@@ -1,15 +1,15 @@
 // The gated delta rule, token by token, state in place.
 // Included inside the namespace of one instruction set, after rows.h.
 //
-// Both products with the state read the *old* state (u from S k, o from S q and k.q), so a token costs
-// one pass that reads a block of rows and one that rewrites it while it is still in L1. Rows of V are
-// independent of each other over all tokens: a task is (sequence, value head, block of rows), and what
-// a row computes does not depend on the block or the thread it falls into.
+// Both products with the state read the *old* state (u from S k, o from S q and k.q), so a token
+// costs one pass that reads a block of rows and one that rewrites it while it is still in L1. Rows
+// of V are independent of each other over all tokens: a task is (sequence, value head, block of
+// rows), and what a row computes does not depend on the block or the thread it falls into.
 
-// A row's products need the whole row before it can be rewritten, so a block alone leaves the memory
-// idle while it computes. The two passes are therefore interleaved: the rewrite of one block and the
-// products of the next share a loop, and rows further ahead are prefetched. What was measured is in
-// docs/cpu.md.
+// A row's products need the whole row before it can be rewritten, so a block alone leaves the
+// memory idle while it computes. The two passes are therefore interleaved: the rewrite of one block
+// and the products of the next share a loop, and rows further ahead are prefetched. What was
+// measured is in docs/cpu.md.
 
 constexpr int64_t kPrefetchRows = 32;  // rows ahead of the products that are asked for, into L2
 constexpr int kRowBlock = 4;           // rows a step: 8 independent sums hide the FMA latency
@@ -117,13 +117,13 @@ static void step_row_range(T* S, int64_t s_v, int64_t n, int64_t K, const TokenI
       add_products(row + i, s_v, load(k + i), load(q + i), one, lanes);
     });
     finish_rows(one, x, v + r, o + r, u);
-    for_lanes(K, [&](int64_t i, auto lanes) {
-      rewrite<1>(row + i, s_v, load(k + i), u, decay, lanes);
-    });
+    for_lanes(
+        K, [&](int64_t i, auto lanes) { rewrite<1>(row + i, s_v, load(k + i), u, decay, lanes); });
   }
 }
 
-// --- the transposed pool: K rows of V contiguous elements, s_k apart; J registers of columns a step
+// --- the transposed pool: K rows of V contiguous elements, s_k apart; J registers of columns a
+// step
 
 template <int J>
 struct ColumnSums {
@@ -198,7 +198,9 @@ static void step_column_range(T* S, int64_t s_k, int64_t n, int64_t K, const Tok
     finish_columns(sums, x, v + c, o + c, u, full);
     T* here = S + c;
     // Columns two blocks ahead, or those of the next head: one line or two of every row.
-    const T* ahead = c + 3 * block <= n ? here + 2 * block : next ? next + (c + 2 * block - n) : here;
+    const T* ahead = c + 3 * block <= n ? here + 2 * block
+                     : next             ? next + (c + 2 * block - n)
+                                        : here;
     auto prefetch_row = [&](int64_t i) {
 #pragma GCC unroll 4
       for (size_t j = 0; j < block * sizeof(T); j += 64) {
@@ -225,8 +227,8 @@ static void step_column_range(T* S, int64_t s_k, int64_t n, int64_t K, const Tok
   if (c < n) step_few_columns(S + c, s_k, K, x, v + c, o + c, static_cast<int>(n - c));
 }
 
-// Copies rows [r0, r0 + n) of a head between the pool (either layout) and f32 scratch, whose rows of K
-// (row layout) or n columns (transposed) are `s` apart.
+// Copies rows [r0, r0 + n) of a head between the pool (either layout) and f32 scratch, whose rows
+// of K (row layout) or n columns (transposed) are `s` apart.
 template <class T>
 static void load_block(const T* S, int64_t s_v, int64_t s_k, int64_t n, int64_t K, float* scratch,
                        int64_t s) {
@@ -264,7 +266,8 @@ static void store_block(const float* scratch, int64_t s, T* S, int64_t s_v, int6
 
 // Rows of V a task takes when heads alone do not feed every thread.
 static int64_t rows_per_task(int64_t heads, int64_t V, int threads) {
-  constexpr int64_t unit = kRowBlock > kColumnVectors * kLanes ? kRowBlock : kColumnVectors * kLanes;
+  constexpr int64_t unit =
+      kRowBlock > kColumnVectors * kLanes ? kRowBlock : kColumnVectors * kLanes;
   const int64_t want = heads >= 4 * threads ? 1 : (4 * threads + heads - 1) / heads;
   const int64_t rows = (V + want - 1) / want;
   return (rows + unit - 1) / unit * unit;
@@ -280,8 +283,8 @@ struct HeadRows {
   int64_t n, h, first, rows;
 };
 
-// `source(t)` gives a token's TokenInput (v from the block's first row on), `sink(t, first, rows, o)`
-// takes its outputs. `next`: the state the thread reads after this block, or null.
+// `source(t)` gives a token's TokenInput (v from the block's first row on), `sink(t, first, rows,
+// o)` takes its outputs. `next`: the state the thread reads after this block, or null.
 template <class T, class Source, class Sink>
 GDN_INLINE void recurrent_rows(const StatePool& pool, const Sequences& seqs, const Sequence& seq,
                                const HeadRows& x, int64_t K, Source source, Sink sink,

@@ -33,7 +33,8 @@ static void load_row(const View& x, int64_t b, int64_t t, int64_t h, int64_t n, 
 
 template <class T>
 GDN_INLINE void narrow(const float* src, int64_t n, T* dst) {
-  for_lanes(n, [&](int64_t i, auto lanes) { store_lanes(dst + i, load_lanes(src + i, lanes), lanes); });
+  for_lanes(
+      n, [&](int64_t i, auto lanes) { store_lanes(dst + i, load_lanes(src + i, lanes), lanes); });
 }
 
 // The last dimension of an output is contiguous.

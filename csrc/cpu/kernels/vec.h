@@ -2,10 +2,10 @@
 //
 // Included once per instruction set inside `namespace gdn::cpu::<isa>` (see isa_*.cpp), with
 // GDN_SIMD_AVX512, GDN_SIMD_AVX2, GDN_SIMD_NEON or GDN_SIMD_GENERIC defined. Compiler vector types
-// give + - * / on F; only what they lack is spelled per instruction set. Every operation treats lanes
-// alike, so a value does not depend on the lane or on how many lanes are filled. No #include here:
-// the includer brings them in *before* it raises the target, so that no inline function of the
-// standard library is compiled for a processor that the program may not run on.
+// give + - * / on F; only what they lack is spelled per instruction set. Every operation treats
+// lanes alike, so a value does not depend on the lane or on how many lanes are filled. No #include
+// here: the includer brings them in *before* it raises the target, so that no inline function of
+// the standard library is compiled for a processor that the program may not run on.
 
 #if GDN_SIMD_AVX512
 typedef __m512 F;
@@ -59,9 +59,7 @@ GDN_INLINE F sqrt(F x) {
 }
 
 // NaN in a is dropped by neither: comparisons are written so that a NaN operand survives.
-GDN_INLINE F select(I32 mask, F yes, F no) {
-  return (F)((mask & (I32)yes) | (~mask & (I32)no));
-}
+GDN_INLINE F select(I32 mask, F yes, F no) { return (F)((mask & (I32)yes) | (~mask & (I32)no)); }
 GDN_INLINE F max(F a, F b) { return select((I32)(a < b), b, a); }
 GDN_INLINE F min(F a, F b) { return select((I32)(a > b), b, a); }
 
@@ -165,7 +163,8 @@ GDN_INLINE F load(const bf16_t* p) {
 GDN_INLINE void store(bf16_t* p, F x) {
 #if GDN_SIMD_AVX512BF16
   __m256bh h = _mm512_cvtneps_pbh(x);
-  // The instruction flushes subnormals to zero, which the other paths do not; both are one rounding.
+  // The instruction flushes subnormals to zero, which the other paths do not; both are one
+  // rounding.
   __builtin_memcpy(p, &h, sizeof h);
 #else
   U32 u = (U32)x;
@@ -283,8 +282,8 @@ GDN_INLINE F exp(F x) {
   return select((I32)(x != x), x, y);
 }
 
-// e^x for x <= 0: no overflow to guard, and below 2^-126 the result may as well be zero. A NaN gives
-// something finite: for callers that multiply by the NaN afterwards.
+// e^x for x <= 0: no overflow to guard, and below 2^-126 the result may as well be zero. A NaN
+// gives something finite: for callers that multiply by the NaN afterwards.
 GDN_INLINE F exp_nonpositive(F x) {
   const F magic = broadcast(12582912.f);
   F c = max(x, broadcast(-87.f));
@@ -318,8 +317,8 @@ GDN_INLINE F silu(F x) {
   return select((I32)(x == broadcast(-__builtin_inff())), zero(), y);
 }
 
-// log(1 + y) for y in [0, 1], relative error about 1e-7: log1p(y) = 2 atanh(t), t = y / (2 + y), and
-// (atanh(t) / t - 1) / t^2 fitted by a polynomial in t^2 over [0, 1/9].
+// log(1 + y) for y in [0, 1], relative error about 1e-7: log1p(y) = 2 atanh(t), t = y / (2 + y),
+// and (atanh(t) / t - 1) / t^2 fitted by a polynomial in t^2 over [0, 1/9].
 GDN_INLINE F log1p_unit(F y) {
   F t = y / (broadcast(2.f) + y);
   F z = t * t;

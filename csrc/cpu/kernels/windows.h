@@ -2,14 +2,15 @@
 // (buffered, exact) or without one (low-rank).
 // Included inside the namespace of one instruction set, after norm.h and decode.h.
 //
-// A task is (sequence, key head) with the value heads that share its keys, so that the window's keys are
-// read once for all of them; with few such tasks it is one block of rows of one value head. Rows of V
-// are independent, and every sum runs from the newest entry to the oldest whatever the slots are, so a
-// row's bits depend neither on the task it falls into nor on where its window starts. Keys, gates and
-// counts of the new entries are written when no task can read them any more.
+// A task is (sequence, key head) with the value heads that share its keys, so that the window's
+// keys are read once for all of them; with few such tasks it is one block of rows of one value
+// head. Rows of V are independent, and every sum runs from the newest entry to the oldest whatever
+// the slots are, so a row's bits depend neither on the task it falls into nor on where its window
+// starts. Keys, gates and counts of the new entries are written when no task can read them any
+// more.
 
-constexpr int64_t kSegment = 64;   // tokens whose keys and products are held at a time
-constexpr int kMaxWindow = 64;     // largest R
+constexpr int64_t kSegment = 64;  // tokens whose keys and products are held at a time
+constexpr int kMaxWindow = 64;    // largest R
 
 // The live entries; entry p counts from the newest.
 struct Entries {
@@ -184,7 +185,8 @@ static void base_products(const StatePool& pool, const T* S, int64_t rows, int64
       product_rows<kRowBlock>(S + r * pool.s_v, pool.s_v, K, x, tokens, P + r, Q + r, ld, ahead);
     }
     for (; r < rows; ++r) {
-      product_rows<1>(S + r * pool.s_v, pool.s_v, K, x, tokens, P + r, Q + r, ld, (const T*)nullptr);
+      product_rows<1>(S + r * pool.s_v, pool.s_v, K, x, tokens, P + r, Q + r, ld,
+                      (const T*)nullptr);
     }
     return;
   }
@@ -247,8 +249,8 @@ GDN_INLINE void fold_lines(T* S, int64_t stride, int64_t length, const Weights& 
   }
 }
 
-// Adds every live entry to rows [first, first + rows) of a head's base. `ring` [slot][padded(K)] holds
-// the keys, `wu` [entry][padded(rows)] is scratch.
+// Adds every live entry to rows [first, first + rows) of a head's base. `ring` [slot][padded(K)]
+// holds the keys, `wu` [entry][padded(rows)] is scratch.
 static void fold_head(const StatePool& pool, const Window& w, int64_t row, int64_t h, int64_t first,
                       int64_t rows, int64_t K, const Entries& e, const float* ring,
                       const float* g_ring, float* wu) {
@@ -302,8 +304,8 @@ static void fold_head(const StatePool& pool, const Window& w, int64_t row, int64
 
 struct WindowToken {
   const Weights* weights;
-  const float *c, *d;    // weight * (k_i . k), weight * (k_i . q), of the entries in `weights`
-  const float *P, *Q;    // base products of these rows, or null
+  const float *c, *d;  // weight * (k_i . k), weight * (k_i . q), of the entries in `weights`
+  const float *P, *Q;  // base products of these rows, or null
   const float* v;
   float beta, kq, scale;
 };
@@ -378,7 +380,8 @@ struct WindowScratch {
   WindowScratch(int64_t tokens, int64_t R, int64_t K, int64_t ratio, bool base) {
     const size_t floats = R * padded(K) + 2 * tokens * kMaxWindow + ratio * kMaxWindow +
                           (base ? 2 * tokens * kMaxRow + R * kMaxRow : 0);
-    const size_t bytes = sizeof(KeyQuery) * tokens + sizeof(float) * floats + sizeof(Entries) * tokens;
+    const size_t bytes =
+        sizeof(KeyQuery) * tokens + sizeof(float) * floats + sizeof(Entries) * tokens;
     memory = std::aligned_alloc(64, (bytes + 63) / 64 * 64);
     kq = static_cast<KeyQuery*>(memory);
     before = reinterpret_cast<Entries*>(kq + tokens);
@@ -499,8 +502,15 @@ static void window_task(const RecurrentArgs& a, const Sequence& seq, const Windo
           d[i] = m.w[i] * s.dq[j * kMaxWindow + m.place[i]];
         }
         const float* v = tokens.value(t, h, x.first, x.rows);
-        const WindowToken token{&m, c, d, base ? s.P + j * kMaxRow : nullptr,
-                                base ? s.Q + j * kMaxRow : nullptr, v, gates.beta, kq[j].kq, a.scale};
+        const WindowToken token{&m,
+                                c,
+                                d,
+                                base ? s.P + j * kMaxRow : nullptr,
+                                base ? s.Q + j * kMaxRow : nullptr,
+                                v,
+                                gates.beta,
+                                kq[j].kq,
+                                a.scale};
         Entries after = s.before[j];
         const int64_t slot = append(after, R);
         with_type(w.u_dtype, [&](auto* type) {
@@ -555,11 +565,13 @@ static void store_fills(const RecurrentArgs& a) {
     Entries e = live_entries(w, seq, a.seqs.num_accepted.ptr != nullptr);
     if (folds(a, e, T)) e = {};
     const int64_t over = e.fill + T - w.R;
-    if (over > 0) e = {w.R, (e.head + over) % w.R};
-    else e.fill += T;
-    w.fill[seq.row * w.s_fill] = pack_fill({static_cast<int32_t>(e.fill),
-                                            static_cast<int32_t>(T < 256 ? T - 1 : 255),
-                                            static_cast<int32_t>(e.head)});
+    if (over > 0)
+      e = {w.R, (e.head + over) % w.R};
+    else
+      e.fill += T;
+    w.fill[seq.row * w.s_fill] =
+        pack_fill({static_cast<int32_t>(e.fill), static_cast<int32_t>(T < 256 ? T - 1 : 255),
+                   static_cast<int32_t>(e.head)});
   }
 }
 
@@ -686,8 +698,8 @@ static void window_flush(const RecurrentArgs& a, const Parallel& parallel) {
   parallel_for(parallel, a.seqs.N * a.HV, body);
 }
 
-// decode_buffered and decode_lowrank: the inputs come from the convolution of decode.h, the outputs go
-// through its gated norm.
+// decode_buffered and decode_lowrank: the inputs come from the convolution of decode.h, the outputs
+// go through its gated norm.
 struct DecodedTokens {
   const RecurrentArgs& a;
   const Sequence& seq;
@@ -699,7 +711,9 @@ struct DecodedTokens {
   int64_t row(int64_t t, int64_t h) const {
     return ((h - h0) * (seq.end - seq.start) + t - seq.start) * kMaxRow;
   }
-  const KeyQuery* keys(int64_t t, int64_t, int64_t, KeyQuery*) const { return kq + (t - seq.start); }
+  const KeyQuery* keys(int64_t t, int64_t, int64_t, KeyQuery*) const {
+    return kq + (t - seq.start);
+  }
   const float* value(int64_t t, int64_t h, int64_t first, int64_t) const {
     return v + row(t, h) + first;
   }
@@ -769,8 +783,12 @@ static void decode_window(const DecodeArgs& a, const Parallel& parallel) {
 
   Buffers buffers(most * keys, v_floats * keys);
   auto tokens_of = [&](const Sequence& seq, int64_t key) {
-    return DecodedTokens{r, seq, key % r.H * ratio, buffers.kq + key * most,
-                         buffers.v + key * v_floats, buffers.o + key * v_floats};
+    return DecodedTokens{r,
+                         seq,
+                         key % r.H * ratio,
+                         buffers.kq + key * most,
+                         buffers.v + key * v_floats,
+                         buffers.o + key * v_floats};
   };
   auto front = [&](int64_t begin, int64_t end) {
     Taps taps;

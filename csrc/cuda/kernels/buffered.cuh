@@ -4,8 +4,9 @@
 //   S = exp(G) S0 + sum_i exp(G_i) u_i k_i^T,
 // so both products need S0 once and, for each entry, two inner products of keys that every row and
 // every value head of the key head share. Three kernels make a call: prepare_window takes those
-// inner products and settles where each sequence stands, buffered_rows does the work on S0 and on the
-// rows of u, append_window writes the new keys, decays and fill counts, which the others only read.
+// inner products and settles where each sequence stands, buffered_rows does the work on S0 and on
+// the rows of u, append_window writes the new keys, decays and fill counts, which the others only
+// read.
 #pragma once
 
 #include "window.cuh"
@@ -140,8 +141,8 @@ struct WarpWindow {
   }
   // Moves to the next token, whose log decay is g. d0, d1: the inner products of entries lane and
   // lane + 32. Returns the decay of the base.
-  __device__ __forceinline__ float advance(float g, float2 d0, float2 d1, float2* weights,
-                                           int lane, bool wide) {
+  __device__ __forceinline__ float advance(float g, float2 d0, float2 d1, float2* weights, int lane,
+                                           bool wide) {
     if (lane < count) {
       s0 += g;
       const float x = expf(s0);
@@ -166,7 +167,8 @@ struct BufferedGrid {
 // Layout of the rows as in recurrent_rows.
 template <class ST, class AT, int K, int RPW, int LANES, int WARPS, int MIN_BLOCKS>
 __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS)
-    buffered_rows(const __grid_constant__ RecurrentArgs a, const __grid_constant__ BufferedGrid grid,
+    buffered_rows(const __grid_constant__ RecurrentArgs a,
+                  const __grid_constant__ BufferedGrid grid,
                   const __grid_constant__ WindowWorkspace ws) {
   using RT = RowTile<ST, K, RPW, LANES>;
   constexpr int E = RT::E, LPR = RT::LPR, VPL = RT::VPL, G = RT::G, NL = RT::NL, C = RT::C,
@@ -204,7 +206,8 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS)
   if (T == 0 && !plan.fold) return;
 
   // Everything a step reads is asked for before anything is waited for.
-  ST* const home = static_cast<ST*>(a.state.ptr) + plan.row * a.state.s_p + hv * a.state.s_h + l * E;
+  ST* const home =
+      static_cast<ST*>(a.state.ptr) + plan.row * a.state.s_p + hv * a.state.s_h + l * E;
   const int64_t s_v = a.state.s_v;
   uint4 raw[NL][VPL];
 #pragma unroll
@@ -384,8 +387,8 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS)
     o = a.scale * __fmaf_rn(norm.z, u, o);
     if (writer) {
       store_as(w.u, w.u_dtype, u_row + window.count * w.su_r, u);
-      store_as(a.out.ptr, a.out.dtype,
-               offset_of(a.out, b, plan.start + t, hv) + my_row * a.out.sd, o);
+      store_as(a.out.ptr, a.out.dtype, offset_of(a.out, b, plan.start + t, hv) + my_row * a.out.sd,
+               o);
     }
     window.count++;
     // The entry just written is read by the other lanes of its row at the next token.

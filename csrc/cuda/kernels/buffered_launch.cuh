@@ -1,7 +1,8 @@
-// Launches of the buffered recurrence for one state dtype; one file a dtype, as recurrent_launch.cuh.
+// Launches of the buffered recurrence for one state dtype; one file a dtype, as
+// recurrent_launch.cuh.
 #pragma once
 
-#include "buffered_stream.cuh"
+#include "buffered.cuh"
 #include "launch.h"
 #include "select.h"
 
@@ -27,69 +28,13 @@ cudaError_t launch_buffered_rows(const RecurrentArgs& a, const WindowWorkspace& 
   grid.ratio = FastDiv(static_cast<uint32_t>(a.HV / a.H));
   for (; grid.first < a.seqs.N; grid.first += kMaxGridY) {
     const int64_t count = a.seqs.N - grid.first < kMaxGridY ? a.seqs.N - grid.first : kMaxGridY;
-    const cudaError_t error =
-        launch(buffered_rows<ST, AT, K, RPW, LANES, WARPS, MIN_BLOCKS>,
-               dim3(static_cast<unsigned>(a.HV) * grid.row_blocks.divisor,
-                    static_cast<unsigned>(count)),
-               dim3(WARPS * 32), 0, stream, a, grid, ws);
+    const cudaError_t error = launch(
+        buffered_rows<ST, AT, K, RPW, LANES, WARPS, MIN_BLOCKS>,
+        dim3(static_cast<unsigned>(a.HV) * grid.row_blocks.divisor, static_cast<unsigned>(count)),
+        dim3(WARPS * 32), 0, stream, a, grid, ws);
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;
-}
-
-// Whether buffered_stream takes the call; fills in its grid and shared memory.
-template <class ST, class AT, int K, int ROWS>
-bool stream_can(const RecurrentArgs& a, const WindowWorkspace& ws, StreamGrid* grid, int* blocks,
-                int* shared) {
-  int device = 0, processors = 0, most = 0;
-  if (!has_dependent_launch() || cudaGetDevice(&device) != cudaSuccess ||
-      cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device) != cudaSuccess ||
-      cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) !=
-          cudaSuccess) {
-    return false;
-  }
-  const Window& w = a.window;
-  const int64_t u_size = size_of(w.u_dtype);
-  const auto whole = [](int64_t elements, int64_t size) { return elements * size % 16 == 0; };
-  const int64_t size = sizeof(AT);
-  if (a.seqs.cu_seqlens.ptr || a.seqs.T != 1 || w.R > 32 || a.V % ROWS != 0 ||
-      a.state.s_v != K || a.q.sd != 1 || a.k.sd != 1 || a.v.sd != 1 || !aligned(a.q.ptr, 16) ||
-      !aligned(a.k.ptr, 16) || !aligned(a.v.ptr, 16) || !whole(a.q.sb, size) ||
-      !whole(a.q.sh, size) || !whole(a.k.sb, size) || !whole(a.k.sh, size) ||
-      !whole(a.v.sb, size) || !whole(a.v.sh, size) || !aligned(w.u, 16) ||
-      !whole(w.su_p, u_size) || !whole(w.su_h, u_size) || !whole(w.su_r, u_size)) {
-    return false;
-  }
-  grid->parts = static_cast<uint32_t>(a.V / ROWS);
-  grid->tiles = a.seqs.N * a.HV * grid->parts;
-  // Few tiles do not fill the pipelines of all multiprocessors.
-  if (grid->tiles < 8 * processors || grid->tiles >= (int64_t{1} << 31)) return false;
-  grid->ratio = FastDiv(static_cast<uint32_t>(a.HV / a.H));
-  grid->at = stream_layout(ROWS, K, sizeof(ST), sizeof(AT), static_cast<int>(u_size),
-                           static_cast<int>(size_of(w.k_dtype)), static_cast<int>(w.R),
-                           ws.record());
-  const int room = most - 8 * 1024;  // the kernel's own shared variables
-  grid->stages = room / grid->at.bytes;
-  if (grid->stages > kMaxStages) grid->stages = kMaxStages;
-  if (grid->stages < 3) return false;
-  *shared = grid->stages * grid->at.bytes;
-  *blocks = processors;
-  return true;
-}
-
-template <class ST, class AT, int K, int ROWS, int LANES, int WARPS, int GROUPS>
-cudaError_t launch_buffered_stream(const RecurrentArgs& a, const WindowWorkspace& ws,
-                                   cudaStream_t stream, bool* taken) {
-  StreamGrid grid;
-  int blocks = 0, shared = 0;
-  *taken = stream_can<ST, AT, K, ROWS>(a, ws, &grid, &blocks, &shared);
-  if (!*taken) return cudaSuccess;
-  const auto kernel = buffered_stream<ST, AT, K, ROWS, LANES, WARPS, GROUPS>;
-  const cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
-  if (error != cudaSuccess) return error;
-  return launch(kernel, dim3(static_cast<unsigned>(blocks)), dim3((WARPS * GROUPS + 1) * 32),
-                static_cast<size_t>(shared), stream, a, grid, ws);
 }
 
 template <class ST, class AT, int K>
@@ -104,18 +49,7 @@ cudaError_t launch_buffered_k(const RecurrentArgs& a, const WindowWorkspace& ws,
     if (error != cudaSuccess) return error;
   }
   cudaError_t error;
-  bool taken = false;
-  error = cudaSuccess;
-  if constexpr (K == 128) {
-    if (!flush) {
-      error = launch_buffered_stream<ST, AT, 128, sizeof(ST) == 4 ? 64 : 128, 16,
-                                     sizeof(ST) == 4 ? 4 : 8, sizeof(ST) == 4 ? 4 : 2>(
-          a, ws, stream, &taken);
-    }
-  }
-  if (taken || error != cudaSuccess) {
-    // The streaming kernel has it.
-  } else if constexpr (sizeof(ST) == 4) {
+  if constexpr (sizeof(ST) == 4) {
     constexpr int lanes = K == 256 ? 32 : 16;
     error = launch_buffered_rows<ST, AT, K, K == 256 ? 8 : 16, lanes, 2, 6>(a, ws, stream);
   } else {
@@ -147,8 +81,7 @@ cudaError_t launch_buffered_activation(const RecurrentArgs& a, const WindowWorks
 }
 
 template <class ST>
-cudaError_t launch_buffered(const RecurrentArgs& a, void* memory, bool flush,
-                            cudaStream_t stream) {
+cudaError_t launch_buffered(const RecurrentArgs& a, void* memory, bool flush, cudaStream_t stream) {
   const WindowWorkspace ws = workspace_of(a, memory);
   switch (a.q.dtype) {
     case DType::f32:

@@ -142,11 +142,10 @@ __device__ __forceinline__ float round_as(DType d, float x) {
   return x;
 }
 
-// A load split from its conversion: a dtype known at run time only must not make every load wait for
-// the one before it.
+// A load split from its conversion: a dtype known at run time only must not make every load wait
+// for the one before it.
 __device__ __forceinline__ uint32_t load_bits(const void* p, DType d, int64_t i) {
-  return d == DType::f32 ? static_cast<const uint32_t*>(p)[i]
-                         : static_cast<const uint16_t*>(p)[i];
+  return d == DType::f32 ? static_cast<const uint32_t*>(p)[i] : static_cast<const uint16_t*>(p)[i];
 }
 __device__ __forceinline__ float bits_to_float(uint32_t x, DType d) {
   const float f = __uint_as_float(x), b = __uint_as_float(x << 16);
@@ -230,9 +229,7 @@ __device__ __forceinline__ RawGates load_gates(const Gates& x, int64_t b, int64_
   }
   return r;
 }
-__device__ __forceinline__ float softplus(float x) {
-  return x > 20.f ? x : log1pf(expf(x));
-}
+__device__ __forceinline__ float softplus(float x) { return x > 20.f ? x : log1pf(expf(x)); }
 __device__ __forceinline__ float sigmoid(float x) { return 1.f / (1.f + expf(-x)); }
 __device__ __forceinline__ void compute_gates(const Gates& x, const RawGates& r, float* g,
                                               float* beta) {
@@ -312,8 +309,8 @@ __device__ __forceinline__ void let_next_kernel_start() {
 #endif
 }
 
-// State traffic: each byte is read once and written once, so L1 need not keep it and L2 should write
-// it back first. docs/cuda.md has the comparison behind these two.
+// State traffic: each byte is read once and written once, so L1 need not keep it and L2 should
+// write it back first. docs/cuda.md has the comparison behind these two.
 
 __device__ __forceinline__ uint64_t evict_first_policy() {
   uint64_t p;

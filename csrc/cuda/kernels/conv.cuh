@@ -19,8 +19,7 @@ __device__ __forceinline__ float silu(float x) { return x * sigmoid(x); }
 
 // First live column of the history: the newest W - 1 (trailing) or those that num_accepted names.
 __device__ __forceinline__ int64_t history_column(const ConvArgs& a, const Sequence& s) {
-  return a.state.leading ? (a.seqs.num_accepted.ptr ? s.accepted - 1 : 0)
-                         : a.state.L - (a.W - 1);
+  return a.state.leading ? (a.seqs.num_accepted.ptr ? s.accepted - 1 : 0) : a.state.L - (a.W - 1);
 }
 
 // One thread a channel; blockIdx = (channels / 128, sequence, chunk of tokens). The outputs of a
@@ -149,7 +148,8 @@ __global__ void __launch_bounds__(128)
     *reinterpret_cast<uint4*>(out) = make_uint4(0, 0, 0, 0);
     return;
   }
-  const uint4 raw_x = *reinterpret_cast<const uint4*>(static_cast<const T*>(a.x.ptr) + n * a.x.sb + c);
+  const uint4 raw_x =
+      *reinterpret_cast<const uint4*>(static_cast<const T*>(a.x.ptr) + n * a.x.sb + c);
   T* const state = static_cast<T*>(a.state.ptr) + s.row * a.state.s_p + c * a.state.s_c;
   const int64_t step = TAPS ? 8 : a.state.s_l;  // elements between the L vectors of this thread
   uint4 raw[L];
@@ -220,8 +220,7 @@ __global__ void __launch_bounds__(128)
   }
   const float scale = rsqrtf(lane_sum(sum) + kL2Eps);
   for (int64_t c = lane; c < K; c += 32) {
-    store_as(x.ptr, x.dtype, base + c * x.sd,
-             load_as(x.ptr, x.dtype, base + c * x.sd) * scale);
+    store_as(x.ptr, x.dtype, base + c * x.sd, load_as(x.ptr, x.dtype, base + c * x.sd) * scale);
   }
 }
 

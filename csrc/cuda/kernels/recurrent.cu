@@ -16,8 +16,8 @@ bool rows_can(const RecurrentArgs& a) {
 cudaError_t launch_any(const RecurrentArgs& a, cudaStream_t stream) {
   const int shared = any_shared_floats(static_cast<int>(a.K)) * 4;
   if (shared > 48 * 1024) {
-    const cudaError_t error = cudaFuncSetAttribute(
-        recurrent_any, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+    const cudaError_t error =
+        cudaFuncSetAttribute(recurrent_any, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
     if (error != cudaSuccess) return error;
   }
   AnyGrid grid;

@@ -65,9 +65,9 @@ __global__ void __launch_bounds__(kAnyWarps * 32)
       sk[c] = load_as(a.k.ptr, a.k.dtype, k0 + c * a.k.sd);
       sq[c] = load_as(a.q.ptr, a.q.dtype, q0 + c * a.q.sd);
     }
-    const float v = live ? load_as(a.v.ptr, a.v.dtype,
-                                   offset_of(a.v, s.b, t, hv) + (row0 + lane) * a.v.sd)
-                         : 0.f;
+    const float v =
+        live ? load_as(a.v.ptr, a.v.dtype, offset_of(a.v, s.b, t, hv) + (row0 + lane) * a.v.sd)
+             : 0.f;
     float g, beta;
     compute_gates(a.gates, load_gates(a.gates, s.b, t, hv), &g, &beta);
     const float decay = expf(g);

@@ -1,5 +1,5 @@
-// Chooses tile and launch of recurrent_rows for one state dtype; instantiated once per dtype so that
-// the files compile side by side.
+// Chooses tile and launch of recurrent_rows for one state dtype; instantiated once per dtype so
+// that the files compile side by side.
 #pragma once
 
 #include "launch.h"
@@ -17,18 +17,18 @@ cudaError_t launch_rows(const RecurrentArgs& a, cudaStream_t stream) {
   grid.ratio = FastDiv(static_cast<uint32_t>(a.HV / a.H));
   for (; grid.first < a.seqs.N; grid.first += kMaxGridY) {
     const int64_t count = a.seqs.N - grid.first < kMaxGridY ? a.seqs.N - grid.first : kMaxGridY;
-    const cudaError_t error =
-        launch(recurrent_rows<ST, AT, K, RPW, LANES, WARPS, MIN_BLOCKS, ONE>,
-               dim3(static_cast<unsigned>(a.HV) * grid.row_blocks.divisor,
-                    static_cast<unsigned>(count)),
-               dim3(WARPS * 32), 0, stream, a, grid);
+    const cudaError_t error = launch(
+        recurrent_rows<ST, AT, K, RPW, LANES, WARPS, MIN_BLOCKS, ONE>,
+        dim3(static_cast<unsigned>(a.HV) * grid.row_blocks.divisor, static_cast<unsigned>(count)),
+        dim3(WARPS * 32), 0, stream, a, grid);
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;
 }
 
-// Lanes a row are the same in every variant of a (state dtype, K), so that the choice, which depends
-// on the batch, changes no bit of a result. docs/cuda.md has the measurements behind the tiles.
+// Lanes a row are the same in every variant of a (state dtype, K), so that the choice, which
+// depends on the batch, changes no bit of a result. docs/cuda.md has the measurements behind the
+// tiles.
 template <class ST, class AT, int K>
 cudaError_t launch_k(const RecurrentArgs& a, cudaStream_t stream) {
   const bool one = !a.seqs.cu_seqlens.ptr && a.seqs.T == 1 && a.seqs.S == 0;

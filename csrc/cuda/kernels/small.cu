@@ -48,8 +48,8 @@ cudaError_t channels(const ConvArgs& a, const ConvTarget& to, const ConvPool& ou
 bool token_can(const ConvArgs& a, const ConvTarget& to) {
   const ConvPool& s = a.state;
   if (a.seqs.cu_seqlens.ptr || a.seqs.T != 1 || a.W != 4 || a.x.dtype == DType::f32) return false;
-  if (s.dtype != a.x.dtype || a.weight.dtype != a.x.dtype || a.weight.s1 != 1 ||
-      a.weight.s0 != 4 || a.C % 8 != 0 || a.x.sd != 1) {
+  if (s.dtype != a.x.dtype || a.weight.dtype != a.x.dtype || a.weight.s1 != 1 || a.weight.s0 != 4 ||
+      a.C % 8 != 0 || a.x.sd != 1) {
     return false;
   }
   if (s.leading ? s.L != 3 || a.seqs.num_accepted.ptr != nullptr : s.L != 3 && s.L != 4) {
@@ -79,8 +79,8 @@ cudaError_t token_launch(const ConvArgs& a, const ConvTarget& to, const GateOutp
     const int64_t count = a.seqs.N - first < kMaxGridY ? a.seqs.N - first : kMaxGridY;
     const dim3 grid(blocks_for(a.C / 8 + (gate.g ? gate.HV : 0), 128),
                     static_cast<unsigned>(count));
-    const cudaError_t error = launch(conv_token<T, L, TAPS>, grid, dim3(128), 0, stream, a, to, gate,
-                                     first, norm_lanes);
+    const cudaError_t error =
+        launch(conv_token<T, L, TAPS>, grid, dim3(128), 0, stream, a, to, gate, first, norm_lanes);
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;
@@ -181,16 +181,16 @@ cudaError_t conv_gating(const ConvGatingArgs& a, cudaStream_t stream) {
   }
   cudaError_t error = channels(c, to, c.state, stream);
   for (int p = 0; p < 2 && a.l2norm && error == cudaSuccess; p++) {
-    error = launch(normalize_heads,
-                   dim3(blocks_for(c.seqs.B * c.seqs.T * a.H, 4, INT64_C(2147483647))), dim3(128),
-                   0, stream, to.part[p], c.seqs.B, c.seqs.T, a.H, a.K);
+    error =
+        launch(normalize_heads, dim3(blocks_for(c.seqs.B * c.seqs.T * a.H, 4, INT64_C(2147483647))),
+               dim3(128), 0, stream, to.part[p], c.seqs.B, c.seqs.T, a.H, a.K);
   }
   for (int64_t first = 0; first < c.seqs.N && error == cudaSuccess; first += kMaxGridY) {
     const int64_t count = c.seqs.N - first < kMaxGridY ? c.seqs.N - first : kMaxGridY;
-    error = launch(sequence_gates,
-                   dim3(blocks_for(most_tokens(c.seqs) * a.HV, 128, 1024),
-                        static_cast<unsigned>(count)),
-                   dim3(128), 0, stream, c.seqs, gate, first);
+    error = launch(
+        sequence_gates,
+        dim3(blocks_for(most_tokens(c.seqs) * a.HV, 128, 1024), static_cast<unsigned>(count)),
+        dim3(128), 0, stream, c.seqs, gate, first);
   }
   return error;
 }
