@@ -92,7 +92,11 @@ def _row(op: str, activation: str, state: str | None, mode: str, seed: int) -> l
                 for what, got, want in case(setting):
                     rtol, atol = TOLERANCE[got.dtype]
                     if what.endswith(FOLD):
-                        rtol, atol = map(max, (rtol, atol), TOLERANCE[state_dtype])
+                        # A sum over K of rounded elements: the worst of thousands is 4 sigma.
+                        rtol, atol = (
+                            own + 2 * more
+                            for own, more in zip((rtol, atol), TOLERANCE[state_dtype], strict=True)
+                        )
                     factor = 1.0 if mode == "exact" or state == "f32" else FAST_FACTOR
                     errors = compare(got, want, factor * rtol, factor * atol)
                     kept = worst.setdefault(what, errors)
