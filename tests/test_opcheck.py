@@ -1,4 +1,4 @@
-"""torch.library.opcheck for the ops of the decode family; gradients of the functional ones."""
+"""opcheck for every op of the decode family, and the gradients of the functional ones."""
 
 from __future__ import annotations
 
