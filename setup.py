@@ -101,6 +101,8 @@ else:
     )
 
 BACKEND = os.environ.get("GDN_BACKEND", "")
+if BACKEND not in ("", "none", "cuda", "xpu", "xpu-twin"):
+    raise RuntimeError(f"GDN_BACKEND: expected none, cuda, xpu or xpu-twin, got {BACKEND!r}")
 if BACKEND == "xpu-twin":
     build_xpu.add_twin(extension)
     BACKENDS.append("xpu-twin")

@@ -121,6 +121,15 @@ def test_forced_isa_fails_loudly():
             assert done.returncode == 0, done.stderr
 
 
+def test_unknown_backend_is_an_error():
+    done = subprocess.run(
+        [sys.executable, "setup.py", "--version"], cwd=ROOT, capture_output=True, text=True,
+        env={**os.environ, "GDN_BACKEND": "abacus"}, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert "expected none, cuda, xpu or xpu-twin, got 'abacus'" in done.stderr
+
+
 def test_source_archive_is_complete(tmp_path):
     """Every tracked file that a build or a test needs is in it, and nothing that was built."""
     if not (ROOT / ".git").exists():
