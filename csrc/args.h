@@ -151,6 +151,8 @@ struct NormArgs {
   void* y = nullptr;  // rows contiguous
   DType dtype = DType::f32, gate_dtype = DType::f32;
   int64_t s_x = 0, s_gate = 0;
+  // Row r stands at (r / heads) * s + (r % heads) * s_head; with heads = 1 at r * s.
+  int64_t heads = 1, s_x_head = 0, s_gate_head = 0;
   Param weight;
   float eps = 1e-6f;
   bool has_gate = true;

@@ -360,17 +360,32 @@ void check_conv_columns(const char* op, const ConvArgs& c) {
   }
 }
 
-void rows_of(const char* op, const char* name, const at::Tensor& t, int64_t* stride) {
-  // All dimensions but the last must walk with one stride; without elements nothing is walked.
-  if (t.numel() == 0) return;
+// Whether the dimensions [0, last) of t walk with one stride, and which.
+bool one_stride(const at::Tensor& t, int64_t last, int64_t* stride) {
   int64_t expected = -1;
-  for (int64_t d = t.dim() - 2; d >= 0; --d) {
+  for (int64_t d = last - 1; d >= 0; --d) {
     if (t.size(d) == 1) continue;
-    TORCH_CHECK(expected < 0 || t.stride(d) == expected, op, ": ", name,
-                ": expected rows with one stride, got strides ", t.strides());
+    if (expected >= 0 && t.stride(d) != expected) return false;
     if (expected < 0) *stride = t.stride(d);
     expected = t.stride(d) * t.size(d);
   }
+  return true;
+}
+
+// Rows of x and gate: all with one stride, or heads inside tokens with one stride each.
+void norm_rows(const char* op, const at::Tensor& x, const at::Tensor& gate, NormArgs& n) {
+  n.s_x = n.s_gate = n.V;
+  if (x.numel() == 0) return;
+  const int64_t last = x.dim() - 1;
+  if (one_stride(x, last, &n.s_x) && one_stride(gate, last, &n.s_gate)) return;
+  n.heads = x.size(last - 1);
+  n.s_x_head = x.stride(last - 1);
+  n.s_gate_head = gate.stride(last - 1);
+  n.s_x = n.s_gate = 0;
+  TORCH_CHECK(
+      one_stride(x, last - 1, &n.s_x) && one_stride(gate, last - 1, &n.s_gate), op,
+      ": x, gate: expected the dimensions before the last two to have one stride, got strides ",
+      x.strides(), " and ", gate.strides());
 }
 
 }  // namespace
@@ -690,9 +705,7 @@ NormArgs norm_args(const char* op, const at::Tensor& x, const at::Tensor& gate,
   n.gate = gate.data_ptr();
   n.dtype = dtype_of(op, "x", x);
   n.gate_dtype = dtype_of(op, "gate", gate);
-  n.s_x = n.s_gate = n.V;
-  rows_of(op, "x", x, &n.s_x);
-  rows_of(op, "gate", gate, &n.s_gate);
+  norm_rows(op, x, gate, n);
   n.weight = param_of(op, "weight", weight);
   n.eps = static_cast<float>(eps);
   return n;

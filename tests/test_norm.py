@@ -33,6 +33,19 @@ def test_strided_gate_and_gate_dtype():
     assert y.dtype == torch.bfloat16
 
 
+def test_heads_inside_tokens_have_their_own_stride():
+    """z inside a packed projection, and one more stride than that is refused."""
+    projected = torch.randn(2, 5, 300)
+    gate = projected[..., 100:196].unflatten(-1, (4, 24))
+    x = torch.randn(2, 4, 5, 24).transpose(1, 2)[:1]
+    y = gdn_ops.gated_rms_norm(x, gate[:1], torch.ones(24))
+    dense = gdn_ops.gated_rms_norm(x.contiguous(), gate[:1].contiguous(), torch.ones(24))
+    assert torch.equal(y, dense)
+    wide = torch.randn(2, 3, 4, 5, 8).permute(1, 0, 2, 3, 4)
+    with pytest.raises(RuntimeError, match="one stride"):
+        gdn_ops.gated_rms_norm(wide, wide, torch.ones(8))
+
+
 def test_large_and_empty():
     x = torch.full((2, 64), 1e18)
     y = gdn_ops.gated_rms_norm(x, torch.full((2, 64), 50.0), torch.ones(64))

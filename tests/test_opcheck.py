@@ -25,6 +25,8 @@ def samples():
             qkv = make_qkv(B, 2, H, HV, K, V, dtype=dtype)
             layer = make_layer(B, 1, H, HV, K, V, dtype=dtype)
             mixed, z, b, a = layer["projected"].split([C, HV * V, HV, HV], dim=-1)
+            if B == 0:  # opcheck cannot clone an empty view that starts inside its storage
+                mixed, z, b, a = (torch.zeros(x.shape, dtype=dtype) for x in (mixed, z, b, a))
             gates = (a, b, layer["A_log"], layer["dt_bias"])
             pool = conv_pool(12, C, 4, dtype)[2:10]
             yield "recurrent", (*qkv, state), dict(state_indices=rows)
@@ -42,7 +44,7 @@ def samples():
             yield "decode", args, dict(state_indices=rows)
             if B == 3:
                 packed = make_qkv(1, 3, H, HV, K, V, dtype=dtype)
-                table = torch.tensor([[1, 2, 3], [5, -1, 7]])
+                table = torch.tensor([[1, 2, 3], [5, -1, 4]])
                 cu = torch.tensor([0, 2, 3])
                 accepted = torch.tensor([1, 2])
                 yield "recurrent", (*packed, state), dict(

@@ -192,6 +192,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> op_conv_gating(
 
 Tensor op_gated_rms_norm(const Tensor& x, const Tensor& gate, const Tensor& weight, double eps) {
   NormArgs n = norm_args("gated_rms_norm", x, gate, weight, eps);
+  TORCH_CHECK(n.heads == 1,
+              "gated_rms_norm: x, gate: expected rows with one stride on this device, got strides ",
+              x.strides(), " and ", gate.strides());
   Tensor y = at::empty(x.sizes(), x.options());
   n.y = y.data_ptr();
   launch("gated_rms_norm", x, [&](void* stream) { gated_rms_norm(n, stream); });

@@ -34,9 +34,11 @@ static void gated_rms_norm(const NormArgs& a, const Parallel& parallel) {
   x.ptr = const_cast<void*>(a.x);
   x.dtype = y.dtype = a.dtype;
   x.st = a.s_x;
+  x.sh = a.s_x_head;
   gate.ptr = const_cast<void*>(a.gate);
   gate.dtype = a.gate_dtype;
   gate.st = a.s_gate;
+  gate.sh = a.s_gate_head;
   y.ptr = a.y;
   y.st = a.V;
   const DType round_weighted = a.weight.dtype == a.dtype ? a.dtype : DType::f32;
@@ -45,8 +47,8 @@ static void gated_rms_norm(const NormArgs& a, const Parallel& parallel) {
     load_params(a.weight, 0, a.V, w);
     const int64_t last = end * rows_each < a.rows ? end * rows_each : a.rows;
     for (int64_t r = begin * rows_each; r < last; ++r) {
-      load_row(x, 0, r, 0, a.V, xr);
-      load_row(gate, 0, r, 0, a.V, gr);
+      load_row(x, 0, r / a.heads, r % a.heads, a.V, xr);
+      load_row(gate, 0, r / a.heads, r % a.heads, a.V, gr);
       norm_row(xr, gr, w, a.V, a.eps, a.dtype, round_weighted);
       store_row(y, 0, r, 0, 0, a.V, xr);
     }
