@@ -47,6 +47,9 @@ def device() -> torch.device:
         module.set_device = lambda index: None
         module.synchronize = lambda index=None: None
         module.manual_seed_all = lambda seed: None
+        # Random numbers come from the CPU fallback, and so does their state.
+        module.get_rng_state = lambda device=None: torch.get_rng_state()
+        module.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
         module._is_in_bad_fork = lambda: False
         torch._register_device_module(NAME, module)
     return torch.device(NAME)
