@@ -50,6 +50,7 @@ def device() -> torch.device:
         # Random numbers come from the CPU fallback, and so does their state.
         module.get_rng_state = lambda device=None: torch.get_rng_state()
         module.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
+        module.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
         module._is_in_bad_fork = lambda: False
         torch._register_device_module(NAME, module)
     return torch.device(NAME)
