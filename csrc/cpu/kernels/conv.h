@@ -97,6 +97,71 @@ static ConvWindow conv_window(const ConvArgs& a, const Sequence& seq) {
   return {seq.accepted - 1, taps, taps - 1 + T, 1, seq.accepted - 1};
 }
 
+// The update of a decode step: four taps, one token, a row of three or four live columns that
+// shifts by one. Everything stays in registers from the old columns to the new; y goes in as the
+// token and comes out as the result.
+enum class ConvLayout { columns, rows, strided };
+
+template <int kColumns, ConvLayout layout, class ST>
+static void conv_update(const ConvArgs& a, const Taps& taps, int64_t c_taps, int64_t n, ST* state,
+                        float* y) {
+  const int64_t s_c = a.state.s_c, s_l = a.state.s_l;
+  const bool silu_on = a.silu;
+  for (int64_t i = 0; i < n; i += kLanes) {
+    ST* p = state + i * s_c;
+    F x[kColumns + 1];
+#pragma GCC unroll 4
+    for (int j = 0; j < kColumns; ++j) {
+      if constexpr (layout == ConvLayout::columns) {
+        x[j] = load(p + j * s_l);
+      } else if constexpr (layout == ConvLayout::rows) {
+        x[j] = load(p + j * kLanes);
+      } else {
+        float tmp[kLanes];
+        for (int lane = 0; lane < kLanes; ++lane) tmp[lane] = to_float(p[lane * s_c + j * s_l]);
+        x[j] = load(tmp);
+      }
+    }
+    if constexpr (layout == ConvLayout::rows) rows_to_columns4(x);
+    x[kColumns] = load(y + i);
+    F acc = load(taps.bias + c_taps + i);
+#pragma GCC unroll 4
+    for (int w = 0; w < 4; ++w) {
+      acc = fma(load(&taps.w[w][c_taps + i]), x[kColumns - 3 + w], acc);
+    }
+    store(y + i, silu_on ? silu(acc) : acc);
+    if constexpr (layout == ConvLayout::rows) columns4_to_rows(x + 1);
+#pragma GCC unroll 4
+    for (int j = 0; j < kColumns; ++j) {
+      if constexpr (layout == ConvLayout::columns) {
+        store(p + j * s_l, x[j + 1]);
+      } else if constexpr (layout == ConvLayout::rows) {
+        store(p + j * kLanes, x[j + 1]);
+      } else {
+        float tmp[kLanes];
+        store(tmp, x[j + 1]);
+        for (int lane = 0; lane < kLanes; ++lane) {
+          p[lane * s_c + j * s_l] = from_float<ST>(tmp[lane]);
+        }
+      }
+    }
+  }
+}
+
+template <class ST>
+static void conv_update(const ConvArgs& a, int64_t columns, const Taps& taps, int64_t c_taps,
+                        int64_t n, ST* state, float* y) {
+  if (a.state.s_c == 1) {
+    columns == 3 ? conv_update<3, ConvLayout::columns>(a, taps, c_taps, n, state, y)
+                 : conv_update<4, ConvLayout::columns>(a, taps, c_taps, n, state, y);
+  } else if (columns == 4 && a.state.s_l == 1 && a.state.s_c == 4) {
+    conv_update<4, ConvLayout::rows>(a, taps, c_taps, n, state, y);
+  } else {
+    columns == 3 ? conv_update<3, ConvLayout::strided>(a, taps, c_taps, n, state, y)
+                 : conv_update<4, ConvLayout::strided>(a, taps, c_taps, n, state, y);
+  }
+}
+
 // n <= kConvBlock channels of one live sequence at once. sink(t, c, n, y) takes the outputs (f32,
 // may be changed, readable to padded(n)) of token t; c counts from channel 0 of the tensor.
 template <class ST, class Sink>
@@ -105,6 +170,16 @@ GDN_INLINE void conv_strip(const ConvArgs& a, const Sequence& seq, const Taps& t
   const int64_t s = padded(n);
   const int64_t back = a.W - 1;
   const ConvWindow win = conv_window(a, seq);
+  const View x = from_column(a.x, c);
+  if (a.state.ptr && a.W == 4 && seq.end - seq.start == 1 && !seq.fresh && n % kLanes == 0 &&
+      win.first == 0 && win.kept == win.old && (win.old == 3 || win.old == 4)) {
+    alignas(64) float token[kConvBlock];
+    load_row(x, seq.b, seq.start, 0, n, token);
+    ST* row = static_cast<ST*>(a.state.ptr) + seq.row * a.state.s_p + c * a.state.s_c;
+    conv_update(a, win.old, taps, c_taps, n, row, token);
+    sink(seq.start, c, n, token);
+    return;
+  }
   // window: `back` rows of history, then up to kConvTokens rows of tokens
   alignas(64) float window[(kMaxConvWidth - 1 + kConvTokens) * kConvBlock];
   alignas(64) float y[kConvBlock];
@@ -124,7 +199,6 @@ GDN_INLINE void conv_strip(const ConvArgs& a, const Sequence& seq, const Taps& t
   } else {
     load_columns(state + win.history * a.state.s_l, a.state.s_c, a.state.s_l, back, n, window, s);
   }
-  const View x = from_column(a.x, c);
   for (int64_t t0 = seq.start; t0 < seq.end; t0 += kConvTokens) {
     const int64_t tokens = seq.end - t0 < kConvTokens ? seq.end - t0 : kConvTokens;
     for (int64_t j = 0; j < tokens; ++j) {
@@ -193,39 +267,58 @@ static void conv_channels(const ConvArgs& a, const Sequence& seq, const Taps& ta
   }
 }
 
+// Channels [c, c + n) of sequence `index`, live or padding.
+static void short_conv_block(const ConvArgs& a, int64_t index, int64_t c, int64_t n,
+                             const Taps& taps) {
+  const Sequence seq = sequence_of(a.seqs, index, 0);
+  if (seq.row < 0) {
+    const float zeros[kConvBlock] = {};
+    for (int64_t t = seq.start; t < seq.end; ++t) store_row(a.y, seq.b, t, 0, c, n, zeros);
+    return;
+  }
+  if (seq.end <= seq.start) return;
+  // A window of many tokens wants narrow strips; one token has nothing to keep in L1.
+  const int64_t width = seq.end - seq.start == 1 ? kConvBlock : kConvStrip;
+  conv_channels(a, seq, taps, c, n, width,
+                [&](int64_t t, int64_t channel, int64_t n_strip, float* y) {
+                  store_row(a.y, seq.b, t, 0, channel, n_strip, y);
+                });
+}
+
 static void short_conv(const ConvArgs& a, const Parallel& parallel) {
   const int64_t blocks = (a.C + kConvBlock - 1) / kConvBlock;
-  const int64_t groups = (a.seqs.N + kConvGroup - 1) / kConvGroup;
-  auto body = [&](int64_t begin, int64_t end) {
-    Taps taps;
-    const float zeros[kConvBlock] = {};
-    int64_t loaded = -1;
-    for (int64_t task = begin; task < end; ++task) {
-      const int64_t c = task / groups * kConvBlock;
-      const int64_t n_channels = a.C - c < kConvBlock ? a.C - c : kConvBlock;
-      if (loaded != c) {
-        load_taps(a, c, n_channels, taps);
-        loaded = c;
-      }
-      const int64_t first = task % groups * kConvGroup;
-      const int64_t last = first + kConvGroup < a.seqs.N ? first + kConvGroup : a.seqs.N;
-      for (int64_t n = first; n < last; ++n) {
-        const Sequence seq = sequence_of(a.seqs, n, 0);
-        if (seq.end <= seq.start) continue;
-        if (seq.row < 0) {
-          for (int64_t t = seq.start; t < seq.end; ++t) {
-            store_row(a.y, seq.b, t, 0, c, n_channels, zeros);
-          }
-          continue;
+  auto channels = [&](int64_t block) {
+    return a.C - block * kConvBlock < kConvBlock ? a.C - block * kConvBlock : kConvBlock;
+  };
+  if (a.seqs.N <= kConvGroup) {
+    auto body = [&](int64_t begin, int64_t end) {
+      Taps taps;
+      for (int64_t block = begin; block < end; ++block) {
+        load_taps(a, block * kConvBlock, channels(block), taps);
+        for (int64_t n = 0; n < a.seqs.N; ++n) {
+          short_conv_block(a, n, block * kConvBlock, channels(block), taps);
         }
-        conv_channels(a, seq, taps, c, n_channels, kConvStrip,
-                      [&](int64_t t, int64_t channel, int64_t n_strip, float* y) {
-                        store_row(a.y, seq.b, t, 0, channel, n_strip, y);
-                      });
       }
+    };
+    parallel_for(parallel, a.seqs.N > 0 ? blocks : 0, body);
+    return;
+  }
+  // Many sequences: all taps first (some 400 KB for 10240 channels), then one sequence after the
+  // other from its first channel to its last, because short pieces of many rows would wait for
+  // memory.
+  Taps* all = static_cast<Taps*>(std::aligned_alloc(64, sizeof(Taps) * blocks));
+  auto prepare = [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) load_taps(a, i * kConvBlock, channels(i), all[i]);
+  };
+  parallel_for(parallel, blocks, prepare);
+  auto body = [&](int64_t begin, int64_t end) {
+    for (int64_t task = begin; task < end; ++task) {
+      const int64_t block = task % blocks;
+      short_conv_block(a, task / blocks, block * kConvBlock, channels(block), all[block]);
     }
   };
-  parallel_for(parallel, blocks * groups, body);
+  parallel_for(parallel, a.seqs.N * blocks, body);
+  std::free(all);
 }
 
 // conv + split + gates (+ l2norm): a task is one head's channels (query, key or value head) and a

@@ -25,6 +25,7 @@ static void gating(const GatingArgs& x, const Parallel& parallel) {
       const int64_t n = x.HV - h0 < kGateHeads ? x.HV - h0 : kGateHeads;
       if (loaded != h0) {
         load_params(x.A_log, h0, n, A);
+        for (int64_t i = 0; i < n; i += kLanes) store(A + i, gate_rate(load(A + i)));
         load_params(x.dt_bias, h0, n, dt);
         loaded = h0;
       }

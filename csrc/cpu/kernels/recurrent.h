@@ -105,9 +105,12 @@ static void step_row_range(T* S, int64_t s_v, int64_t n, int64_t K, const TokenI
       const F kv = load(k + i), qv = load(q + i);
       add_products(coming + i, s_v, kv, qv, sums, lanes);
       rewrite<kRowBlock>(block + i, s_v, kv, u, decay, lanes);
-      // Four rows of the future as two streams, spread over the loop so that they never queue up.
-      prefetch_l2(ahead + 2 * i);
-      prefetch_l2(ahead + 2 * s_v + 2 * i);
+      // The block ahead, in memory order and evenly over the loop: requests in any other order, or
+      // many at once, cost a quarter of the time (rows are taken to be K apart here).
+#pragma GCC unroll 4
+      for (size_t line = 0; line < kRowBlock * kLanes * sizeof(T); line += 64) {
+        prefetch_l2(reinterpret_cast<const char*>(ahead + kRowBlock * i) + line);
+      }
     });
   }
   for (int64_t r = whole; r < n; ++r) {

@@ -86,10 +86,10 @@ static void l2_normalise(float* x, int64_t n) {
   for (int64_t i = 0; i < n; i += kLanes) store(x + i, load(x + i) * r);
 }
 
-// g = -exp(A_log) * softplus(a + dt_bias), beta = sigmoid(b), all in f32.
-GDN_INLINE F gate_log_decay(F a, F A_log, F dt_bias) {
-  return zero() - exp(A_log) * softplus(a + dt_bias);
-}
+// g = -exp(A_log) * softplus(a + dt_bias), beta = sigmoid(b), all in f32. The rate is per head:
+// rows of tokens compute it once.
+GDN_INLINE F gate_rate(F A_log) { return zero() - exp(A_log); }
+GDN_INLINE F gate_log_decay(F a, F rate, F dt_bias) { return rate * softplus(a + dt_bias); }
 
 struct RawGates {
   float g, beta;
@@ -97,7 +97,7 @@ struct RawGates {
 static RawGates raw_gates(const Gates& x, int64_t b, int64_t t, int64_t h) {
   float g = load_scalar(x.g, b, t, h), beta = load_scalar(x.beta, b, t, h);
   if (x.raw) {
-    g = first_lane(gate_log_decay(broadcast(g), broadcast(load_scalar(x.A_log, h)),
+    g = first_lane(gate_log_decay(broadcast(g), gate_rate(broadcast(load_scalar(x.A_log, h))),
                                   broadcast(load_scalar(x.dt_bias, h))));
     beta = first_lane(sigmoid(broadcast(beta)));
   }

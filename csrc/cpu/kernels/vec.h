@@ -330,7 +330,7 @@ GDN_INLINE F log1p_unit(F y) {
   return (t + t) * fma(p, z, broadcast(1.f));
 }
 GDN_INLINE F softplus(F x) {
-  F e = exp((F)((U32)x | 0x80000000u));
+  F e = exp_nonpositive((F)((U32)x | 0x80000000u));
   return max(x, zero()) + log1p_unit(e);
 }
 
