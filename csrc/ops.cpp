@@ -1,5 +1,5 @@
-// Every schema of the library, and nothing else. Semantics: docs/ops.md and the docstrings in
-// gdn_ops/ops.py. Kernels are registered by csrc/<backend>/ops.cpp, fakes by gdn_ops/ops.py.
+// Every schema of the library, and nothing else. Semantics: docs/ops and the docstrings in
+// gdn_ops/ops. Kernels are registered by csrc/<backend>/ops.cpp, fakes by gdn_ops/ops.
 #include <torch/library.h>
 
 // The shared tail of every op that walks sequences.
