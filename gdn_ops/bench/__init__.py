@@ -4,8 +4,8 @@
 A family is a module here whose name does not start with an underscore. It has ``TITLE`` (a line for
 ``gdn-ops bench --list``) and ``run(options) -> list[dict]``, which builds its cases and hands each
 to :func:`gdn_ops.bench._timing.measure`; rows reach ``options.emit`` as they are made. A family
-that counts instead of timing (an accelerator's host twin) has ``records() -> list[dict]`` in its
-place.
+that counts instead of timing (an accelerator's host twin, ``gdn-ops bench --device``) has
+``records() -> list[dict]`` in its place.
 """
 
 from __future__ import annotations

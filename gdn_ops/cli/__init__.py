@@ -1,7 +1,8 @@
 """The command line: ``gdn-ops`` and ``python -m gdn_ops``.
 
 Each command is a module with ``HELP``, ``add_arguments(parser)`` and ``run(args, out) -> (code,
-data)``; ``data`` is what ``--json`` writes.
+data)``; ``data`` is what ``--json`` writes: a dict with the command and its status added, a list as
+it is.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ EPILOG = """examples:
   gdn-ops doctor --json -               what was built, what is active, what is missing, as JSON
   gdn-ops verify recurrent decode       errors of two op families against float64, by dtype
   gdn-ops bench recurrent --plot scaling.png
+  gdn-ops bench --device xpu-twin --json -   bytes, instructions, balance of the Kunlun kernels
 """
 
 
@@ -86,5 +88,6 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         out.console.print("interrupted")
         return 130
-    out.write_json({"command": args.command, "status": code, **data})
+    named = {"command": args.command, "status": code}
+    out.write_json(data if isinstance(data, list) else named | data)
     return code

@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.table import Table
 
 
@@ -40,7 +47,7 @@ class Output:
             # A pipe or a log: lines as long as they are, not folded at 80 columns.
             self.console.width = 160
 
-    def write_json(self, data: dict) -> None:
+    def write_json(self, data: dict | list) -> None:
         if self.json_path is None:
             return
         text = json.dumps(_plain(data), indent=2, default=str) + "\n"
@@ -60,18 +67,20 @@ class Output:
         self.console.print(table)
 
     @contextmanager
-    def progress(self, text: str, lines: bool = False):
+    def progress(self, text: str, lines: bool = False, total: int | None = None):
         """A spinner with the time passed; yields a function that changes its text.
 
-        Without a terminal: nothing, or with ``lines`` each text on a line of its own.
+        With ``total`` a bar: each new text begins the next of that many steps. Without a terminal:
+        nothing, or with ``lines`` each text on a line of its own.
         """
         if not self.console.is_terminal:
             yield lambda new: self.console.print(f"... {new}", markup=False) if lines else None
             return
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        counted = () if total is None else (BarColumn(), MofNCompleteColumn())
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), *counted, TimeElapsedColumn())
         with Progress(*columns, console=self.console, transient=True) as bar:
-            task = bar.add_task(text, total=None)
-            yield lambda new: bar.update(task, description=new)
+            task = bar.add_task(text, total=total, completed=-1 if counted else 0)
+            yield lambda new: bar.update(task, description=new, advance=1)
 
 
 def _numeric(text: str) -> bool:

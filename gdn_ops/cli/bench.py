@@ -3,6 +3,10 @@
 Every row gives the time of a call, the floor (the fewest bytes the call must move, at the rate of
 an in-place sweep measured between the same samples on the same buffers) and their ratio. A
 candidate is first compared with a float64 reference; one that is out of tolerance is not timed.
+
+With --device xpu-twin nothing is timed: the Kunlun kernels run on their host twin, which counts
+bytes, vector instructions, balance and local memory. The seconds beside them are a model, from a
+bandwidth and an instruction rate that nobody here has measured.
 """
 
 from __future__ import annotations
@@ -20,6 +24,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "families", nargs="*", metavar="FAMILY", help=f"default: all of {', '.join(families())}"
     )
+    parser.add_argument(
+        "--device", choices=("cpu", "xpu-twin"), default="cpu",
+        help="xpu-twin: counts of the Kunlun kernels; families are then ops, like recurrent",
+    )  # fmt: skip
+    parser.add_argument(
+        "--rate", type=float, metavar="N",
+        help="xpu-twin: vector instructions a second and core that the model assumes (1e9)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--bandwidth", type=float, metavar="N",
+        help="xpu-twin: bytes a second that the model assumes (2.4e12)",
+    )  # fmt: skip
     parser.add_argument("--list", action="store_true", help="list the families and stop")
     parser.add_argument("--quick", action="store_true", help="few shapes and short sampling")
     parser.add_argument("--batch", help="batch sizes, like 1,16,256")
@@ -91,9 +107,63 @@ def show(out: Output, title: str, rows: list[dict]) -> None:
         out.table(title, names, [row_text(r, columns) for r in rows])
 
 
-def run(args: argparse.Namespace, out: Output) -> tuple[int, dict]:
+COUNTED = {
+    "op": "op",
+    "heads": lambda r: f"{r['heads']}/{r['value_heads']}",
+    "batch": "batch",
+    "state": "state_dtype",
+    "bytes/floor": lambda r: f"{r['bytes_over_floor']:.4f}",
+    "instr/element": lambda r: f"{r['instructions_per_element']:.3f}",
+    "balance": lambda r: f"{r['balance']:.3f}",
+    "cores": "cores_active",
+    "LM bytes": "lm_high_water",
+    "model ms": lambda r: f"{1e3 * r['model_s']:.4g}",
+    "model: of bytes": lambda r: f"{1e3 * r['model_memory_s']:.4g}",
+    "of instructions": lambda r: f"{1e3 * r['model_compute_s']:.4g}",
+}
+
+
+def run_twin(args: argparse.Namespace, out: Output) -> tuple[int, list]:
+    """Counts of the Kunlun kernels on their host twin: a list of records."""
+    from gdn_ops import xpu_twin
+    from gdn_ops.bench import xpu
+
+    if args.plot:
+        raise UsageError("--plot: counts of the twin are no times and are not plotted")
+    if not xpu_twin.available():
+        raise UsageError("--device xpu-twin: built without it; rebuild with GDN_BACKEND=xpu-twin")
+    chosen = options_from(args)
+    ops = tuple(args.families) or xpu.OPS
+    batches = chosen.batches or ((1,) if args.quick else (1, 256))
+    heads = chosen.heads or xpu.HEADS
+    dtypes = chosen.dtypes or (xpu.torch.float16,)
+    rate, bandwidth = args.rate or xpu.MODEL_RATE, args.bandwidth or xpu.MODEL_BANDWIDTH
+    cases = len(ops) * len(batches) * len(heads) * len(dtypes)
+    try:
+        with out.progress(xpu.TITLE, total=cases) as status:
+            found = xpu.records(
+                ops, batches, heads, dtypes, rate=rate, bandwidth=bandwidth, status=status
+            )
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    cells = [[str(r[c] if isinstance(c, str) else c(r)) for c in COUNTED.values()] for r in found]
+    out.table(xpu.TITLE, list(COUNTED), cells)
+    out.console.print(
+        "The model is no measurement: it takes the larger of the bytes at an assumed "
+        f"{bandwidth:.3g} bytes/s and\nthe busiest core's vector instructions at an assumed "
+        f"{rate:.3g} a second.",
+        markup=False,
+    )
+    return 0, found
+
+
+def run(args: argparse.Namespace, out: Output) -> tuple[int, dict | list]:
     from gdn_ops import bench
 
+    if args.device == "xpu-twin" and not args.list:
+        return run_twin(args, out)
+    if args.rate or args.bandwidth:
+        raise UsageError("--rate, --bandwidth: of the model that --device xpu-twin prints")
     if args.list:
         titles = {name: _title(bench.family(name)) for name in bench.families()}
         out.table("benchmark families", ["family", "what"], [[n, t] for n, t in titles.items()])
@@ -102,6 +172,10 @@ def run(args: argparse.Namespace, out: Output) -> tuple[int, dict]:
         modules = [bench.family(name) for name in args.families or bench.families()]
     except ValueError as error:
         raise UsageError(str(error)) from error
+    counted = [m.__name__.rpartition(".")[2] for m in modules if not hasattr(m, "run")]
+    if args.families and counted:
+        raise UsageError(f"{', '.join(counted)}: counted, not timed; use --device xpu-twin")
+    modules = [m for m in modules if hasattr(m, "run")]
     options = options_from(args)
     if args.plot:
         from gdn_ops.cli import _plot
@@ -110,11 +184,7 @@ def run(args: argparse.Namespace, out: Output) -> tuple[int, dict]:
     machine = bench.machine()
     out.console.print(", ".join(f"{k}: {v}" for k, v in machine.items()), markup=False)
     rows: list[dict] = []
-    counts: list[dict] = []
     for module in modules:
-        if not hasattr(module, "run"):
-            counts += _counts(module, out)
-            continue
         with out.progress(module.TITLE) as status:
             options.status = status
             options.emit = _line(out)
@@ -127,26 +197,11 @@ def run(args: argparse.Namespace, out: Output) -> tuple[int, dict]:
     refused = [r for r in rows if r["skipped"].startswith("not timed")]
     if refused:
         out.console.print(f"{len(refused)} candidates were out of tolerance and not timed")
-    return int(bool(refused)), {"machine": machine, "rows": rows, "counts": counts}
+    return int(bool(refused)), {"machine": machine, "rows": rows}
 
 
 def _title(module) -> str:
     return getattr(module, "TITLE", module.__doc__.splitlines()[0])
-
-
-def _counts(module, out: Output) -> list[dict]:
-    """A family that counts instead of timing (an accelerator's host twin), where it was built."""
-    try:
-        found = module.records()
-    except (ImportError, RuntimeError) as error:
-        out.console.print(f"{_title(module)}\n  skipped: {error}", markup=False)
-        return []
-    columns = list(found[0])
-    cells = [
-        [f"{r[c]:.4g}" if isinstance(r[c], float) else str(r[c]) for c in columns] for r in found
-    ]
-    out.table(_title(module), columns, cells)
-    return found
 
 
 def _line(out: Output):
