@@ -1,4 +1,4 @@
-"""Whole models of transformers on the twin: patched, they choose the tokens they choose on the CPU."""
+"""Whole models of transformers on the twin: patched, they choose the tokens of the CPU."""
 
 import pytest
 import torch
