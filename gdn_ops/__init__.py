@@ -11,6 +11,7 @@ if xpu_twin.available():
     xpu_twin.device()
 
 from gdn_ops._runtime import backends, get_precision, set_precision  # noqa: E402
+from gdn_ops.causal_conv1d import causal_conv1d_fn, causal_conv1d_update  # noqa: E402
 from gdn_ops.fla import (  # noqa: E402
     chunk_gated_delta_rule,
     fused_recurrent_gated_delta_rule,
@@ -46,6 +47,8 @@ def __getattr__(name: str):
 
 __all__ = [
     "backends",
+    "causal_conv1d_fn",
+    "causal_conv1d_update",
     "chunk",
     "chunk_gated_delta_rule",
     "chunk_lowrank",
