@@ -1,20 +1,26 @@
-"""Public bug reports of this field as tests: sections A-D, F-I, for the ops of the decode family.
+"""Public bug reports of this field as tests.
 
-The names carry the letter of docs/reports.md, which maps each to the report. Expected numbers are
-worked by hand with the scalar form: S <- e^g S, e = beta (v - k S), S <- S + k e, o = q S.
+The names carry the letter of docs/reports.md, which maps each report to its tests, here or where
+their tools are. Expected numbers are worked by hand with the scalar form: S <- e^g S,
+e = beta (v - k S), S <- S + k e, o = q S.
 """
 
 from __future__ import annotations
 
+import ast
 import itertools
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
-from common import ACTIVATIONS, assert_close, make_pool, make_qkv
+from common import ACTIVATIONS, assert_close, make_layer, make_pool, make_qkv
 
 import gdn_ops
-from gdn_ops import reference
+from gdn_ops import reference, windows
+
+ROOT = Path(__file__).resolve().parent.parent
 
 DIGITS = torch.tensor([[1.0, 10.0, 100.0, 1000.0]])
 
@@ -42,6 +48,24 @@ def test_a1_conv_gradient_when_the_chunk_is_shorter_than_the_state(T):
     assert torch.equal(final.flatten(), joined[T:])
     assert torch.equal(initial.grad.flatten(), grads[:4])
     assert torch.equal(x.grad.flatten(), grads[4:])
+
+
+@pytest.mark.parametrize("stride", ["cat", "every second"])
+def test_a2_conv_gradient_of_a_strided_upstream_gradient(stride):
+    x = torch.arange(12.0).view(1, 2, 6).requires_grad_()
+    weights = [torch.randn(2, 4, requires_grad=True) for _ in range(3)]
+    upstream = torch.randn(1, 4, 6)[:, ::2] if stride != "cat" else torch.randn(1, 2, 6)
+    parts = [
+        gdn_ops.conv1d(x[..., 2 * i : 2 * i + 2], w, activation="none")[0]
+        for i, w in enumerate(weights)
+    ]
+    got = torch.autograd.grad([torch.cat(parts, -1)], [x, *weights], [upstream])
+    exact = [t.detach().double().requires_grad_() for t in (x, *weights)]
+    padded = torch.nn.functional.pad(exact[0].transpose(1, 2), (3, 0))
+    y = torch.nn.functional.conv1d(padded, torch.cat(exact[1:])[:, None], groups=6).transpose(1, 2)
+    expected = torch.autograd.grad([y], exact, [upstream.double()])
+    for name, a, b in zip("x123", got, expected, strict=True):
+        assert_close(name, a, b)
 
 
 @pytest.mark.parametrize("T", [63, 64, 65, 127, 128, 129, 257])
@@ -189,6 +213,21 @@ def test_c1_zero_length_sequences(cu):
             assert torch.equal(o[:, start:end], one)
 
 
+@pytest.mark.parametrize("cu", [[0, 0, 3, 3, 5, 5], [0, 0], [0, 0, 0]])
+def test_c1_zero_length_sequences_of_a_prefill(cu):
+    T, N = cu[-1], len(cu) - 1
+    args = make_qkv(1, T, 1, 2, 4, 4)
+    initial = make_pool(N, 2, 4, 4)
+    o, final = gdn_ops.chunk(*args, initial, torch.tensor(cu))
+    _, fresh = gdn_ops.chunk(*args, None, torch.tensor(cu))
+    for n, (start, end) in enumerate(itertools.pairwise(cu)):
+        if start == end:
+            assert torch.equal(final[n], initial[n]) and not fresh[n].any()
+        else:
+            one, state = gdn_ops.chunk(*[x[:, start:end] for x in args], initial[n : n + 1])
+            assert torch.equal(o[:, start:end], one) and torch.equal(final[n], state[0])
+
+
 def test_d1_an_accepted_count_of_zero_is_padding():
     args = make_qkv(2, 3, 1, 1, 2, 2)
     pool = make_pool(8, 1, 2, 2)
@@ -208,6 +247,136 @@ def test_d2_the_conv_window_ends_at_the_last_accepted_token():
     conv(drafts, DIGITS, state, num_accepted=torch.tensor([1]), **kw)
     y = conv(torch.tensor([[[7.0]]]), DIGITS, state, num_accepted=torch.tensor([2]), **kw)
     assert y.item() == 7543.0
+
+
+def test_e1_snapshots_count_the_tokens_of_their_own_sequence():
+    lengths, C = [20, 28], 16
+    args = make_qkv(1, sum(lengths), 1, 2, 8, 8)
+    pool = torch.full((4, 2, 8, 8), math.nan)
+    gdn_ops.chunk_prefill(
+        *args, pool, torch.tensor([0, 1]), has_initial_state=torch.tensor([False, False]),
+        cu_seqlens=torch.tensor([0, 20, 48]), edge_rows=torch.tensor([[2], [3]]), chunk_size=C,
+    )  # fmt: skip
+    for row, start, end in ((2, 0, 16), (3, 20, 36), (0, 0, 20), (1, 20, 48)):
+        _, alone = gdn_ops.chunk(*[x[:, start:end] for x in args], chunk_size=C)
+        assert torch.equal(pool[row], alone[0]), (row, start, end)
+
+
+@pytest.mark.parametrize("parts", [[64, 1], [1, 64], [63, 2], [32, 33], [1] * 65])
+@pytest.mark.parametrize("op", ["chunk_prefill", "recurrent", "recurrent_buffered"])
+def test_e2_split_anywhere_equals_whole(op, parts):
+    args = make_qkv(1, 65, 2, 4, 8, 8)
+    expected, exact = reference.recurrent(*args, torch.zeros(1, 4, 8, 8))
+    pool, w = torch.zeros(1, 4, 8, 8), windows.allocate(1, 2, 4, 8, 8, 64)
+    outputs, start = [], 0
+    for n in parts:
+        more = w if op == "recurrent_buffered" else ()
+        piece = [x[:, start : start + n] for x in args]
+        outputs.append(getattr(gdn_ops, op)(*piece, pool, *more))
+        start += n
+    if op == "recurrent_buffered":
+        gdn_ops.window_flush(pool, *w)
+    assert (torch.cat(outputs, 1) - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert (pool - exact).abs().max() <= 1e-5 * exact.abs().max()
+
+
+def test_e3_a_call_of_several_tokens_uses_the_history():
+    """5 then 3 tokens equal 8, and 5 then 0 equal 5, for conv and state."""
+    H, HV, K, V = 1, 3, 8, 4
+    layer = make_layer(1, 8, H, HV, K, V)
+    C = 2 * H * K + HV * V
+
+    def run(parts):
+        conv_state, state, outputs, start = torch.zeros(1, C, 3), torch.zeros(1, HV, V, K), [], 0
+        for n in parts:
+            x = layer["projected"][:, start : start + n]
+            qkv, _, b, a = x.split([C, HV * V, HV, HV], -1)
+            inputs = gdn_ops.conv_gating(
+                qkv, a, b, layer["conv_weight"], layer["conv_bias"], layer["A_log"],
+                layer["dt_bias"], conv_state, H, K, qk_l2norm=True,
+            )  # fmt: skip
+            outputs.append(gdn_ops.chunk_prefill(*inputs, state))
+            start += n
+        return torch.cat(outputs, 1), conv_state, state
+
+    for got, expected in zip(run([5, 3]), run([8]), strict=True):
+        assert_close("5 then 3", got, expected.double())
+    for got, expected in zip(run([5, 0]), run([5]), strict=True):
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("op", ["recurrent", "chunk_prefill"])
+def test_e4_neighbours_and_threads_change_no_bit(op):
+    T, N = 64, 8
+    one = make_qkv(1, T, 2, 4, 16, 16, seed=1)
+    rest = make_qkv(1, 100, 2, 4, 16, 16, seed=2)
+    threads = torch.get_num_threads()
+    results = []
+    try:
+        for place, n in ((0, 1), (0, 2), (7, 1), (7, 4), (None, 2)):
+            torch.set_num_threads(n)
+            if place is None:  # beside a prefill of 100
+                args = [torch.cat([a, b], 1) for a, b in zip(one, rest, strict=True)]
+                pool, kw = torch.zeros(2, 4, 16, 16), {"cu_seqlens": torch.tensor([0, T, T + 100])}
+                o, row = getattr(gdn_ops, op)(*args, pool, **kw)[:, :T], 0
+            else:
+                args = [x.clone() for x in make_qkv(N, T, 2, 4, 16, 16, seed=3)]
+                for x, y in zip(args, one, strict=True):
+                    x[place] = y[0]
+                pool = torch.zeros(N, 4, 16, 16)
+                o, row = getattr(gdn_ops, op)(*args, pool)[place : place + 1], place
+            results.append((o, pool[row]))
+        alone = torch.zeros(1, 4, 16, 16)
+        results.append((getattr(gdn_ops, op)(*one, alone), alone[0]))
+    finally:
+        torch.set_num_threads(threads)
+    for o, state in results[1:]:
+        assert torch.equal(o, results[0][0]) and torch.equal(state, results[0][1])
+
+
+@pytest.mark.parametrize("op", ["recurrent", "chunk_prefill", "short_conv"])
+def test_e5_packed_documents_stay_apart(op):
+    cu = torch.tensor([0, 3, 5])
+    if op == "short_conv":
+        x, w = torch.randn(1, 5, 4), torch.randn(4, 4)
+
+        def run(x, cu):
+            return gdn_ops.short_conv(x, w, None, torch.zeros(2, 4, 3), cu_seqlens=cu)
+
+        args = [x]
+    else:
+        args = list(make_qkv(1, 5, 1, 2, 8, 8))
+
+        def run(*args):
+            *inputs, cu = args
+            return getattr(gdn_ops, op)(*inputs, torch.zeros(2, 2, 8, 8), cu_seqlens=cu)
+
+    packed = run(*args, cu)
+    alone = run(*[x[:, 3:] for x in args], torch.tensor([0, 2]))
+    assert torch.equal(packed[:, 3:], alone)
+    changed = [x.clone() for x in args]
+    for x in changed:
+        x[:, 0] *= 0.5
+    again = run(*changed, cu)
+    assert torch.equal(again[:, 3:], packed[:, 3:]) and not torch.equal(again[:, :3], packed[:, :3])
+
+
+def test_e6_a_padded_suffix_leaves_the_states_alone():
+    """The suffix is a sequence of its own that is padding; what it holds does not matter."""
+    args = [x.clone() for x in make_qkv(1, 8, 1, 2, 8, 8)]
+    x, w = torch.randn(1, 8, 4), torch.randn(4, 4)
+    for t in (*args, x):
+        t[:, 5:] = math.nan
+    cu, rows = torch.tensor([0, 5, 8]), torch.tensor([0, -1])
+    kw = dict(cu_seqlens=cu, has_initial_state=torch.tensor([False, False]))
+    for op in (gdn_ops.recurrent, gdn_ops.chunk_prefill):
+        padded, exact = torch.zeros(1, 2, 8, 8), torch.zeros(1, 2, 8, 8)
+        o = op(*args, padded, rows, **kw)
+        assert torch.equal(o[:, :5], op(*[t[:, :5] for t in args], exact))
+        assert torch.equal(padded, exact) and not o[:, 5:].any()
+    window = torch.zeros(1, 4, 4)
+    gdn_ops.short_conv(x, w, None, window, rows, **kw)
+    assert torch.equal(window[0], x[0, 1:5].T)
 
 
 def test_f1_vanishing_decay_stays_finite():
@@ -288,6 +457,17 @@ def test_g2_value_head_h_uses_key_head_h_over_ratio():
         gdn_ops.recurrent(q, q, torch.ones(1, 1, 3, 1), ones[..., :3], ones[..., :3], pool[:, :3])
 
 
+@pytest.mark.parametrize("K", [1, 8, 16, 64, 80, 100, 128, 256])
+@pytest.mark.parametrize("V", [1, 8, 64, 128, 130])
+def test_g3_any_head_size(K, V):
+    args = make_qkv(1, 3, 1, 2, K, V)
+    for op in ("recurrent", "chunk_prefill"):
+        pool = make_pool(1, 2, V, K)
+        expected, exact = reference.recurrent(*args, pool)
+        assert_close("o", getattr(gdn_ops, op)(*args, pool), expected)
+        assert_close("state", pool, exact)
+
+
 @pytest.mark.parametrize("act, param", list(itertools.product(ACTIVATIONS, ACTIVATIONS)))
 def test_g4_mixed_dtypes_with_and_without_autocast(act, param):
     q, k, v, _, _ = make_qkv(1, 2, 1, 2, 8, 8, dtype=act)
@@ -317,12 +497,64 @@ def test_h1_fake_and_real_strides_agree():
     assert fake.stride() == real.stride() and fake.shape == real.shape
 
 
+@pytest.mark.parametrize("op", ["recurrent", "chunk"])
+def test_h2_sizes_stay_symbolic(op):
+    """Exported once with any batch and length, run with several."""
+
+    class Layer(torch.nn.Module):
+        def forward(self, q, k, v, g, beta):
+            if op == "chunk":
+                return gdn_ops.chunk(q, k, v, g, beta)[0]
+            return gdn_ops.recurrent(q, k, v, g, beta, v.new_zeros(q.shape[0], 4, 8, 8))
+
+    B, T = (torch.export.Dim(n, min=2, max=64) for n in "BT")
+    with torch.no_grad():
+        exported = torch.export.export(
+            Layer(), make_qkv(2, 7, 2, 4, 8, 8), dynamic_shapes=({0: B, 1: T},) * 5
+        ).module()
+        for size in ((2, 7), (3, 9), (5, 7)):
+            args = make_qkv(*size, 2, 4, 8, 8)
+            assert torch.equal(exported(*args), Layer()(*args))
+
+
 def test_h3_outputs_alias_nothing():
     args, pool = make_qkv(2, 1, 1, 1, 4, 4), make_pool(2, 1, 4, 4)
     o = gdn_ops.recurrent(*args, pool)
     y, final = gdn_ops.conv1d(torch.randn(1, 2, 4), torch.randn(4, 4))
     pointers = [t.untyped_storage().data_ptr() for t in (*args, pool, o, y, final)]
     assert len(set(pointers)) == len(pointers)
+
+
+def test_h5_each_optional_left_out_or_given_by_place_or_name():
+    args = make_qkv(2, 1, 1, 2, 4, 4)
+    options = {
+        "state_indices": torch.tensor([1, 0]),
+        "has_initial_state": torch.tensor([True, True]),
+        "cu_seqlens": None,
+        "num_accepted": None,
+        "scale": 0.5,
+        "qk_l2norm": True,
+    }
+    pool = make_pool(2, 2, 4, 4)
+
+    def call(state, *extra, **kw):
+        return gdn_ops.recurrent(*args, state, *extra, **kw)
+
+    # Without Python bindings for an optional pool there is nothing to leave out: it is required.
+    with pytest.raises(TypeError, match="state"):
+        gdn_ops.recurrent(*args)
+    for n in range(len(options) + 1):
+        torch._dynamo.reset()  # each set of options is a graph of its own, and those are counted
+        compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+        some = dict(itertools.islice(options.items(), n))
+        results = []
+        for f in (call, compiled):
+            for by_name in (False, True):
+                state = pool.clone()
+                o = f(state, **some) if by_name else f(state, *some.values())
+                results.append((o, state))
+        for o, state in results[1:]:
+            assert torch.equal(o, results[0][0]) and torch.equal(state, results[0][1])
 
 
 def test_h6_schemas_live_in_the_library():
@@ -339,6 +571,27 @@ def test_h6_schemas_live_in_the_library():
     assert run.returncode == 0 and "Tensor(b!) state" in run.stdout, run.stderr
 
 
+def test_h7_lengths_are_never_read_by_the_compiler():
+    """Four layers in one graph; other numbers of segments add at most one more."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    def layers(x, pools, cu):
+        q, k, v, g, beta = x
+        for pool in pools:
+            v = gdn_ops.recurrent(q, k, v, g, beta, pool, cu_seqlens=cu)
+        return v
+
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layers, fullgraph=True, backend=counter)
+    x = make_qkv(1, 12, 1, 2, 4, 4)
+    for cu in ([0, 5, 12], [0, 5, 7, 12], [0, 1, 2, 3, 12]):
+        pools, twins = ([torch.zeros(4, 2, 4, 4) for _ in range(4)] for _ in range(2))
+        cu = torch.tensor(cu)
+        assert torch.equal(compiled(x, pools, cu), layers(x, twins, cu))
+        assert all(torch.equal(a, b) for a, b in zip(pools, twins, strict=True))
+    assert counter.frame_count <= 2
+
+
 def test_h8_mixed_devices_are_named():
     args = make_qkv(1, 1, 1, 1, 4, 4)
     with pytest.raises(RuntimeError, match="device cpu.*meta|expected device cpu, got meta"):
@@ -353,3 +606,28 @@ def test_negative_eigenvalues():
         gdn_ops.recurrent(*scalar(v=0.0, beta=2.0), pool)
         seen.append(pool.item())
     assert seen == [-1.0, 1.0, -1.0]
+
+
+# --- the table
+
+
+def test_every_report_has_a_test_that_exists():
+    """Each row of docs/reports.md names its tests in full, and each letter here has a row."""
+    rows = dict(
+        re.findall(r"^\| ([A-I]\d) \|.*\| (.*) \|$", (ROOT / "docs/reports.md").read_text(), re.M)
+    )
+    counts = {"A": 6, "B": 7, "C": 1, "D": 2, "E": 6, "F": 5, "G": 4, "H": 8, "I": 2}
+    assert list(rows) == [f"{letter}{i + 1}" for letter, n in counts.items() for i in range(n)]
+
+    def functions(file: str) -> set[str]:
+        tree = ast.parse((ROOT / "tests" / file).read_text())
+        return {x.name for x in tree.body if isinstance(x, ast.FunctionDef)}
+
+    here = functions("test_reports.py")
+    for case, cell in rows.items():
+        named = re.findall(r"`(?:([\w/]+\.py)::)?(test_\w+)`", cell)
+        assert named, f"{case}: no test in {cell!r}"
+        for file, test in named:
+            assert test in functions(file or "test_reports.py"), f"{case}: {file}::{test}"
+        own = {t for t in here if t.startswith(f"test_{case.lower()}_")}
+        assert own <= {t for _, t in named}, f"{case}: the table leaves out {own}"
