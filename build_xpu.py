@@ -79,7 +79,12 @@ def add_vendor(extension, build_folder: Path) -> None:
             raise RuntimeError(f"GDN_BACKEND=xpu: {' '.join(command)} failed:\n{done.stderr}")
         extension.extra_objects.append(str(target))
     extension.sources += _relative(
-        [XPU / "ops.cpp", XPU / "runtime/host.cpp", XPU / "runtime/device_vendor.cpp"]
+        [
+            XPU / "ops.cpp",
+            XPU / "chunk.cpp",
+            XPU / "runtime/host.cpp",
+            XPU / "runtime/device_vendor.cpp",
+        ]
     )
     extension.include_dirs.append(str(include))
     if Path("/usr/local/cuda/include").exists():

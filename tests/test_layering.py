@@ -10,11 +10,13 @@ ROOT = Path(__file__).resolve().parent.parent
 INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^">]+)[">]', re.MULTILINE)
 TORCH = re.compile(r"^(torch|ATen|c10|pybind11)/|^Python\.h$")
 KERNELS = sorted(p for p in (ROOT / "csrc").glob("*/kernels/*") if p.suffix != ".md")
-# Files that may see torch: schemas, checks, autograd and what it composes of ATen calls, the one
-# glue file of each backend, and the device hooks of a backend that torch does not know.
+# Files that may see torch: schemas, checks, autograd and what it composes of ATen calls, the glue
+# of each backend (in csrc/xpu also chunk.cpp, whose matrix products are torch's), and the device
+# hooks of a backend that torch does not know.
 TORCH_FACING = re.compile(
     r"csrc/(ops|checks|autograd|autograd_chunk|chunk_aten)\.(cpp|h)$"
     r"|csrc/\w+/(ops|torch_device)\.cpp$"
+    r"|csrc/xpu/(chunk\.cpp|glue\.h)$"
 )
 
 

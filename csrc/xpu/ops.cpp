@@ -1,21 +1,10 @@
 // Torch glue of the XPU backend: outputs, argument blocks, launches, registration.
-//
-// On Kunlun's torch the chip presents itself as `cuda`, so the kernels are registered under that
-// key; the host twin is a device of its own under PrivateUse1 (torch_device.cpp).
 #include <torch/library.h>
 
-#include <ATen/ATen.h>
-#include <c10/core/DeviceGuard.h>
-
-#include "../checks.h"
-#include "runtime/host.h"
+#include "glue.h"
 
 #if defined(GDN_XPU_TWIN)
 #include "twin/report.h"
-#define GDN_XPU_KEY PrivateUse1
-#else
-#include <c10/cuda/CUDAStream.h>
-#define GDN_XPU_KEY CUDA
 #endif
 
 namespace gdn {
@@ -23,35 +12,6 @@ namespace xpu {
 namespace {
 
 using at::Tensor;
-
-// The raw value of the current stream is an XPUStream; the twin has none.
-void* current_stream() {
-#if defined(GDN_XPU_TWIN)
-  return nullptr;
-#else
-  return c10::cuda::getCurrentCUDAStream().stream();
-#endif
-}
-
-// Runs a launch on the tensor's device and turns what it throws into torch's error.
-template <typename F>
-void launch(const char* op, const Tensor& on, F f) {
-  c10::DeviceGuard guard(on.device());
-  try {
-    f(current_stream());
-  } catch (const Unsupported& e) {
-    TORCH_CHECK(false, op, ": ", e.what());
-  } catch (const c10::Error&) {
-    throw;
-  } catch (const std::exception& e) {
-    TORCH_CHECK(false, op, ": ", e.what());
-  }
-}
-
-// With cu_seqlens tokens may lie outside every sequence; their outputs are zero.
-Tensor token_output(const Tensor& like, at::IntArrayRef sizes, const OptTensor& cu_seqlens) {
-  return cu_seqlens ? at::zeros(sizes, like.options()) : new_output(like, sizes);
-}
 
 Tensor recurrent_common(const char* op, const Tensor& q, const Tensor& k, const Tensor& v,
                         const GateTensors& gates, Tensor& state, const SeqTensors& seq,

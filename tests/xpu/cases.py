@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable
 
 import torch
-from twin import assert_close, to_device
+from twin import EPS, assert_close, to_device
 
 from gdn_ops import reference
 
@@ -658,6 +658,129 @@ def recurrent_lowrank(steps, act, R, B=2, H=1, HV=2, K=128, V=128, k=f32, u=f32)
         )
         ops.window_reset(fill, to_device(idx))
         assert fill.cpu().eq(0).all(), "window_reset left a count"
+
+    return run
+
+
+def offsets(lengths) -> torch.Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).int()
+
+
+@cases(
+    {
+        "f32": {"act": f32, "T": 37, "HV": 6, "initial": True},
+        "f16, chunks of 16": {"act": f16, "T": 40, "C": 16, "K": 100, "V": 70},
+        "bf16, chunks of 128": {"act": bf16, "T": 130, "H": 1, "HV": 2, "C": 128},
+        "f32, chunks of 128": {"act": f32, "T": 128, "H": 1, "HV": 1, "C": 128, "K": 64},
+        "packed": {"act": f32, "lengths": [70, 0, 64, 1], "H": 1, "HV": 2, "initial": True},
+        "gates gone": {"act": f32, "T": 30, "clear": True, "H": 1, "HV": 2, "initial": True},
+        "no norm, K 256": {"act": f32, "T": 9, "K": 256, "V": 32, "l2norm": False, "scale": 0.01},
+    }
+)
+def chunk(act, B=1, T=1, H=2, HV=4, K=64, V=64, C=64, lengths=None, initial=False, clear=False,
+          l2norm=True, scale=None):  # fmt: skip
+    g = generator(11)
+    N = B
+    if lengths:
+        N, T = len(lengths), sum(lengths)
+    q, k, v, gates, beta = tokens(g, B, T, H, HV, K, V, act)
+    if clear:
+        gates[:, T // 2] = float("-inf")
+    start = torch.randn(N, HV, V, K, generator=g) if initial else None
+    tail = (offsets(lengths) if lengths else None, scale, l2norm, C)
+    want, want_state = reference.chunk(q, k, v, gates, beta, start, *tail)
+
+    def run():
+        head = [to_device(x) for x in (q, k, v, gates, beta, start)]
+        o, final = ops.chunk(*head, *[to_device(x) for x in tail])
+        assert_close("o", o, want, noise=16)
+        assert_close("final_state", final, want_state, noise=16)
+
+    return run
+
+
+@cases(
+    {
+        "f16 pool": {"act": f16, "pool": f16},
+        "f32 pool": {"act": f32, "pool": f32, "K": 100, "V": 70},
+        "bf16 pool": {"act": f32, "pool": bf16, "V": 40},
+        "transposed pool": {"act": f32, "pool": f16, "transposed": True, "V": 40},
+        "transposed pool, f32": {"act": f32, "pool": f32, "transposed": True, "K": 40},
+    }
+)
+def chunk_prefill(act, pool, H=1, HV=2, K=64, V=64, transposed=False):
+    """Rows read and written, a shared prefix, a fresh sequence, padding, edges, kept nothing."""
+    g = generator(12)
+    lengths = [40, 33, 0, 5, 20]
+    q, k, v, gates, beta = tokens(g, 1, sum(lengths), H, HV, K, V, act)
+    P = 12
+    shape = (P, HV, K, V) if transposed else (P, HV, V, K)
+    state = (0.3 * torch.randn(*shape, generator=g)).to(pool)
+    if transposed:
+        state = state.transpose(2, 3)
+    state[4] = float("nan")  # the fresh sequence's row must not be read
+    rows = torch.tensor([1, 1, 3, 4, -1])
+    write = torch.tensor([5, -1, 6, 4, 9], dtype=torch.int32)
+    has = torch.tensor([True, True, True, False, True])
+    edges = torch.tensor([[7, -1, 8], [-1, 10, 8], [9, 9, 9], [9, 9, 9], [9, 9, 9]])
+    tail = (rows, write, has, offsets(lengths), edges, None, True, 16)
+    want, want_pool = reference.chunk_prefill(q, k, v, gates, beta, state, *tail)
+    changed = [4, 5, 6, 7, 10]
+
+    def run():
+        device_pool = to_device(state)
+        head = [to_device(x) for x in (q, k, v, gates, beta)]
+        o = ops.chunk_prefill(*head, device_pool, *[to_device(x) for x in tail])
+        assert_close("o", o, want, noise=16)
+        assert_close("state", device_pool[changed], want_pool[changed], noise=16)
+        untouched("state", device_pool, state, [*changed, 4])
+
+    return run
+
+
+@cases(
+    {
+        "f32": {"act": f32, "k": f32, "u": f32, "R": 4},
+        "f16 window": {"act": f16, "k": f16, "u": f16, "R": 5, "K": 100, "V": 70},
+        "bf16 keys": {"act": f32, "k": bf16, "u": f32, "R": 64, "HV": 4, "V": 40},
+    }
+)
+def chunk_lowrank(act, k, u, R, H=2, HV=2, K=64, V=64):
+    """From a ring that has wrapped, through several chunks, fresh and padding sequences beside."""
+    g = generator(13)
+    lengths = [37, 3, 0, 18, 5]
+    q, key, v, gates, beta = tokens(g, 1, sum(lengths), H, HV, K, V, act)
+    P = 7
+    window = [
+        torch.randn(P, H, R, K, generator=g).to(k),
+        torch.randn(P, HV, R, V, generator=g).to(u),
+        -torch.rand(P, HV, R, generator=g),
+    ]
+    fill = torch.zeros(P, dtype=torch.int32)
+    rows = torch.tensor([2, 5, 0, 3, -1])
+    fill[[2, 5, 0, 3]] = torch.tensor([R + 65536 * (R - 1), R - 1, 2, 3], dtype=torch.int32)
+    for pool in window:
+        pool[3] = float("nan")  # of a sequence that starts afresh
+    has = torch.tensor([True, True, True, False, True])
+    tail = (rows, has, offsets(lengths), None, True, 16)
+    want, *want_window = reference.chunk_lowrank(q, key, v, gates, beta, *window, fill, *tail)
+    changed = [2, 5, 3]
+
+    def run():
+        pools = [to_device(x) for x in (*window, fill)]
+        head = [to_device(x) for x in (q, key, v, gates, beta)]
+        o = ops.chunk_lowrank(*head, *pools, *[to_device(x) for x in tail])
+        # An entry may round the other way than the oracle's: half a unit more, both ways.
+        stored = max(EPS[k], EPS[u])
+        noise = 32 if stored == EPS[f32] else 2 * stored * 2.0**22
+        assert_close("o", o, want, noise=noise)
+        assert pools[3].cpu().tolist() == want_window[3].tolist()
+        names = ("win_k", "win_u", "win_g")
+        for name, got, theirs, before in zip(names, pools, want_window, window, strict=False):
+            for row in changed:
+                n = int(want_window[3][row]) & 255
+                assert_close(name, got[row, :, :n], theirs[row, :, :n].double(), noise=noise)
+            untouched(name, got.nan_to_num(), before.nan_to_num(), changed)
 
     return run
 

@@ -23,5 +23,12 @@ void launch_conv(const ConvParams& p, void* stream);
 void launch_decode(const DecodeParams& p, int state_dtype, void* stream);
 void launch_gated_rms_norm(const NormParams& p, void* stream);
 
+// The chunked rule between its matrix products.
+void launch_chunk_rows(const ChunkRowsParams& p, void* stream);
+void launch_chunk_gates(const ChunkParams& p, void* stream);
+void launch_chunk_decay(const ChunkParams& p, void* stream);
+void launch_chunk_solve(const ChunkParams& p, void* stream);
+void launch_chunk_window(const ChunkWindowParams& p, void* stream);
+
 }  // namespace xpu
 }  // namespace gdn

@@ -126,5 +126,57 @@ struct NormParams {
   float eps, inv_v;
 };
 
+// Rows of D channels between a strided tensor of any dtype and dense float32 rows, for the chunked
+// rule. Item n is a chunk, or with `pool` a sequence whose rows are those of its pool row.
+struct ChunkRowsParams {
+  Tensor4 x;       // [batch, row, head, D]; with `pool` the batch is the pool row
+  uint64_t rows;   // float32 [items, heads, R, D], contiguous
+  uint64_t table;  // int32 [items, 4]: batch, first row, rows, sequence; absent: item, 0, R, item
+  uint64_t
+      factors;  // float32, absent: none; of row r of a head at (item * heads + head) * s_factor
+  int64_t s_factor;
+  IndexVector index, guard;  // of sequences: rows below 0 or from P on are padding
+  uint64_t has_init;
+  int64_t s_has;
+  int32_t P, items, heads, ratio;  // head h of `rows` reads head h / ratio of x
+  int32_t R, D, l2norm, pool;
+  int32_t out;  // 0: x to rows, zero where x has no row; 1: rows to x
+  float scale;
+};
+static_assert(sizeof(ChunkRowsParams) <= 512, "launch arguments");
+
+constexpr int kGateRows = 5;  // decay, beta, w, D_last, beta w of the tokens of a chunk
+
+// What a chunk needs besides matrix products. C, tokens of a chunk, is 32, 64 or 128.
+struct ChunkParams {
+  uint64_t g, beta;  // float32 [B, HV, T]
+  uint64_t table;    // int32 [chunks, 4], as above
+  uint64_t gates;    // float32 [chunks, HV, kGateRows, C]
+  uint64_t kk, qk;   // float32 [chunks, H, C, C]
+  uint64_t A, M;     // float32 [chunks, HV, C, C]
+  uint64_t inverse;  // the same; only its diagonal blocks are written
+  int32_t chunks, H, HV, T, C;
+};
+
+// Windows of the low-rank form, moved and extended. Logical entry e of `from` is its e-th oldest.
+struct ChunkWindowParams {
+  uint64_t from_k, from_u, from_g, from_fill;
+  uint64_t to_k, to_u, to_g, to_fill;
+  uint64_t
+      weighted;  // float32 [items, HV, R, V]: u times the decay of all later entries; or absent
+  uint64_t new_k, new_u,
+      g;           // of a chunk: float32 [chunks, H, C, K], [chunks, HV, C, V], [B, HV, T]
+  uint64_t table;  // int32 [items, 4]: batch, first token, tokens, sequence
+  int64_t from_sk[3], from_su[3], from_sg[3], to_sk[3], to_su[3], to_sg[3];  // row, head, entry
+  int64_t from_sf, to_sf;
+  IndexVector index;  // pool rows of sequences
+  uint64_t has_init;
+  int64_t s_has;
+  int32_t from_dtype_k, from_dtype_u, to_dtype_k, to_dtype_u, round_k, round_u;
+  int32_t from_pool, to_pool;  // whether rows are pool rows; otherwise they are items
+  int32_t items, P, R, H, HV, K, V, C, T;
+};
+static_assert(sizeof(ChunkWindowParams) <= 512, "launch arguments");
+
 }  // namespace xpu
 }  // namespace gdn
