@@ -19,6 +19,15 @@ using torch::autograd::variable_list;
 OptTensor optional(const Tensor& t) { return t.defined() ? OptTensor(t) : std::nullopt; }
 Tensor undefined_or(const OptTensor& t) { return t.value_or(Tensor()); }
 
+// Without create_graph nothing differentiates the backward op: below autograd it reaches tensor
+// subclasses whole (DTensor shards it by a rule), where above it would arrive in pieces.
+struct Whole {
+  std::optional<at::AutoDispatchBelowADInplaceOrView> below;
+  Whole() {
+    if (!at::GradMode::is_enabled()) below.emplace();
+  }
+};
+
 template <class Schema>
 auto op(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Schema>();
@@ -57,9 +66,10 @@ struct Gating : torch::autograd::Function<Gating> {
     return {g, beta};
   }
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    const Whole whole;
     static auto call = op<GatingBackwardSchema>("gdn::gating_backward");
     const auto s = ctx->get_saved_variables();
-    const auto zeros = [&] { return at::zeros(s[0].sizes(), s[0].options().dtype(at::kFloat)); };
+    const auto zeros = [&] { return at::zeros_like(s[0], s[0].options().dtype(at::kFloat)); };
     const Tensor grad_g = grads[0].defined() ? grads[0] : zeros();
     const Tensor grad_beta = grads[1].defined() ? grads[1] : zeros();
     auto [da, db, dA, ddt] = call.call(grad_g, grad_beta, s[0], s[1], s[2], s[3]);
@@ -105,6 +115,7 @@ struct GatedRmsNorm : torch::autograd::Function<GatedRmsNorm> {
     return call.call(x, gate, weight, eps);
   }
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    const Whole whole;
     static auto call = op<NormBackwardSchema>("gdn::gated_rms_norm_backward");
     const auto s = ctx->get_saved_variables();
     auto [dx, dgate, dweight] =
@@ -204,6 +215,7 @@ struct Conv1d : torch::autograd::Function<Conv1d> {
     return {y, final_state};
   }
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    const Whole whole;
     static auto call = op<ConvBackwardSchema>("gdn::conv1d_backward");
     const auto s = ctx->get_saved_variables();
     const Tensor grad_y = grads[0].defined() ? grads[0] : at::zeros_like(s[0]);

@@ -58,8 +58,7 @@ class Chunk : public torch::autograd::Function<Chunk> {
     variable_list none(10);
     if (!grads[0].defined() && !grads[1].defined()) return none;
     const variable_list x = ctx->get_saved_variables();
-    const Tensor grad_o =
-        grads[0].defined() ? grads[0] : at::zeros_symint(x[2].sym_sizes(), x[2].options());
+    const Tensor grad_o = grads[0].defined() ? grads[0] : at::zeros_like(x[2]);
     const c10::IValue scale = ctx->saved_data["scale"];
     auto [dq, dk, dv, dg, dbeta, dstate] = backward_op().call(
         grad_o, optional_of(grads[1]), x[0], x[1], x[2], x[3], x[4], optional_of(x[5]),

@@ -98,6 +98,12 @@ class Heads(NamedTuple):
     def projected_dim(self) -> int:
         return self.conv_dim + self.value_dim + 2 * self.num_v_heads
 
+    def part(self, groups: int) -> Heads:
+        """Sizes of one of ``groups`` equal parts of the heads."""
+        return self._replace(
+            num_k_heads=self.num_k_heads // groups, num_v_heads=self.num_v_heads // groups
+        )
+
 
 class States(NamedTuple):
     """Pools that a layer reads and writes in place; P rows, one a sequence.
@@ -157,6 +163,21 @@ class States(NamedTuple):
             zeros(rows, HV, window, dtype=torch.float32),
             zeros(rows, dtype=torch.int32),
         )
+
+
+def local(parameter: Tensor | None) -> Tensor | None:
+    """This rank's part of a parameter that is a DTensor (:mod:`gdn_ops.distributed`).
+
+    Ranks hold different heads, so the gradient of a replicated parameter is the sum over them.
+    """
+    if not hasattr(parameter, "to_local"):
+        return parameter
+    from torch.distributed.tensor import Partial, Replicate
+
+    placements = parameter.placements
+    grads = [Partial() if isinstance(p, Replicate) else p for p in placements]
+    # Going from a placement to itself moves nothing; going back, it reduces the gradient.
+    return parameter.redistribute(placements=placements).to_local(grad_placements=grads)
 
 
 class Mixer(NamedTuple):
@@ -371,8 +392,9 @@ class GatedDeltaNet(nn.Module):
     @property
     def mixer(self) -> Mixer:
         return Mixer(
-            self.heads, self.conv_weight, None, self.A_log, self.dt_bias, self.norm_weight, self.eps
-        )
+            self.heads, local(self.conv_weight), None, local(self.A_log), local(self.dt_bias),
+            local(self.norm_weight), self.eps,
+        )  # fmt: skip
 
     def allocate(self, rows: int, state_dtype: torch.dtype = torch.float32) -> States:
         """Empty pools of ``rows`` sequences for this layer."""

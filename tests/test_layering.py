@@ -106,6 +106,7 @@ UPWARD = {
     "gdn_ops/ops": ("gdn_ops.nn", "gdn_ops.hf", "gdn_ops.cli", "gdn_ops.bench", "transformers"),
     "gdn_ops/nn.py": ("gdn_ops.hf", "gdn_ops.cli", "gdn_ops.bench", "transformers"),
     "gdn_ops/compat": ("gdn_ops.hf", "gdn_ops.cli", "gdn_ops.bench", "transformers"),
+    "gdn_ops/distributed.py": ("gdn_ops.hf", "gdn_ops.cli", "gdn_ops.bench", "transformers"),
     "gdn_ops/hf": ("gdn_ops.cli", "gdn_ops.bench"),
     "gdn_ops/bench": ("gdn_ops.cli",),
 }

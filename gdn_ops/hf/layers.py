@@ -9,6 +9,7 @@ transformers, checked on every call and announced once for each reason, is
 from __future__ import annotations
 
 import warnings
+import weakref
 from typing import Any, ClassVar
 
 import torch
@@ -88,12 +89,22 @@ class PatchedGatedDeltaNet:
                 if weight.untyped_storage().nbytes() != weight.numel() * weight.element_size():
                     weight.data = weight.data.clone()
         self._gdn_load_hook.remove()
-        del self.gdn_packed, self._gdn_load_hook, self._gdn_packed_from
+        del self.gdn_packed, self._gdn_load_hook, self._gdn_packed_from, self._gdn_known
         for name in ("gdn_state_mode", "gdn_window"):
             vars(self).pop(name, None)
 
     def _gdn_weights(self) -> list[Tensor]:
         return [getattr(self, name).weight for name in self.gdn_projections]
+
+    def _gdn_adopt(self) -> None:
+        self._gdn_known = [weakref.ref(w) for w in self._gdn_weights()]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in vars(self).items() if k != "_gdn_known"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._gdn_adopt()
 
     def _gdn_fingerprint(self) -> tuple[tuple[int, int], ...]:
         """Changes when a weight moves or, for a copy of them, when one is written."""
@@ -110,12 +121,27 @@ class PatchedGatedDeltaNet:
         code can't look at addresses: after assigning ``weight.data`` by hand, call this (or
         ``model.eval()``) before the next compiled call.
         """
-        if not all(_is_plain(getattr(self, name)) for name in self.gdn_projections):
+        self._gdn_adopt()
+        self._gdn_pack()
+
+    def _gdn_pack(self) -> None:
+        """:meth:`gdn_refresh` for the parameters that are known.
+
+        Others that appear between two calls may be FSDP's: buffers of its own, put in place for a
+        forward pass and rewritten behind our back. They are used one by one until the next ``to``,
+        ``load_state_dict`` or ``gdn_refresh``.
+        """
+        weights = self._gdn_weights()
+        known = self._gdn_known is not None and all(
+            seen() is w for seen, w in zip(self._gdn_known, weights, strict=True)
+        )
+        if not known:
+            self._gdn_known = None
+        if not known or not all(_is_plain(getattr(self, name)) for name in self.gdn_projections):
             self.gdn_packed = None
             return
         if self.gdn_packed is not None and self._gdn_packed_from == self._gdn_fingerprint():
             return
-        weights = self._gdn_weights()
         if len({(w.dtype, w.device) for w in weights}) > 1:
             self.gdn_packed = None
             return
@@ -134,7 +160,8 @@ class PatchedGatedDeltaNet:
 
     def train(self, mode: bool = True) -> nn.Module:
         super().train(mode)
-        self.gdn_refresh()
+        if self._gdn_known is not None:
+            self.gdn_refresh()
         return self
 
     def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
@@ -226,17 +253,17 @@ class PatchedGatedDeltaNet:
             return super().forward(hidden_states, attention_mask=attention_mask, **kwargs)
 
         if not torch.compiler.is_compiling():
-            self.gdn_refresh()
+            self._gdn_pack()
         if attention_mask is not None:
             masked = hidden_states * attention_mask[:, :, None]
             hidden_states = masked.to(hidden_states.dtype)
         mixer = layers.Mixer(
             layers.Heads(self.num_k_heads, self.num_v_heads, self.head_k_dim, self.head_v_dim),
-            self.conv1d.weight.squeeze(1),
-            self.conv1d.bias,
-            self.A_log,
-            self.dt_bias,
-            self.norm.weight,
+            layers.local(self.conv1d.weight).squeeze(1),
+            layers.local(self.conv1d.bias),
+            layers.local(self.A_log),
+            layers.local(self.dt_bias),
+            layers.local(self.norm.weight),
             self.norm.variance_epsilon,
         )
         projected = self._gdn_project(hidden_states, packed=not needs_grad)
