@@ -1,5 +1,6 @@
-// The chunked rule in ATen operations: float64 forward, and the backward of every dtype. Host
-// tensors only (cu_seqlens is read to lay the chunks out).
+// The chunked rule in ATen operations on any device: float64 forward, and the backward of every
+// dtype. cu_seqlens is read on the host to lay the chunks out, so a packed call waits for its
+// device.
 #pragma once
 
 #include <tuple>

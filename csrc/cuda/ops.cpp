@@ -8,6 +8,7 @@
 #include <torch/library.h>
 
 #include "../checks.h"
+#include "../chunk_aten.h"
 #include "kernels/kernels.h"
 
 namespace gdn::cuda {
@@ -97,6 +98,84 @@ void window_reset_op(Tensor& win_fill, const OptTensor& state_indices) {
   launched("window_reset",
            window_reset(window_args("window_reset", nullptr, nullptr, win_fill, state_indices),
                         stream()));
+}
+
+void run_chunk(const char* op, ChunkArgs& a, Tensor& out) {
+  a.out = view_of(out, a.V);
+  const Tensor memory = scratch(out, chunk_workspace(a));
+  launched(op, chunk(a, memory.data_ptr(), stream()));
+}
+
+std::tuple<Tensor, Tensor> chunk_op(const Tensor& q, const Tensor& k, const Tensor& v,
+                                    const Tensor& g, const Tensor& beta,
+                                    const OptTensor& initial_state, const OptTensor& cu_seqlens,
+                                    std::optional<double> scale, bool qk_l2norm,
+                                    int64_t chunk_size) {
+  const c10::cuda::CUDAGuard guard(q.device());
+  if (q.scalar_type() == at::kDouble) {
+    return chunk_forward_aten(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm,
+                              chunk_size);
+  }
+  const OptTensor none;
+  ChunkArgs a = chunk_args("chunk", q, k, v, g, beta,
+                           {initial_state, nullptr, none, none, none, cu_seqlens, none, nullptr},
+                           scale, qk_l2norm, chunk_size);
+  Tensor out = new_output(v, v.sizes());
+  Tensor final_state = at::empty({a.seqs.N, a.HV, a.V, a.K}, v.options().dtype(at::kFloat));
+  a.write.ptr = final_state.data_ptr();
+  a.write.P = a.seqs.N;
+  a.write.s_p = a.HV * a.V * a.K;
+  a.write.s_h = a.V * a.K;
+  a.write.s_v = a.K;
+  a.write.s_k = 1;
+  run_chunk("chunk", a, out);
+  return {out, final_state};
+}
+
+Tensor chunk_prefill_op(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g,
+                        const Tensor& beta, Tensor& state, const OptTensor& read_indices,
+                        const OptTensor& write_indices, const OptTensor& has_initial_state,
+                        const OptTensor& cu_seqlens, const OptTensor& edge_rows,
+                        std::optional<double> scale, bool qk_l2norm, int64_t chunk_size) {
+  const char* op = "chunk_prefill";
+  refuse_grad(op, {&q, &k, &v, &g, &beta, &state});
+  const c10::cuda::CUDAGuard guard(q.device());
+  const OptTensor none;
+  ChunkArgs a = chunk_args(op, q, k, v, g, beta,
+                           {none, &state, read_indices, write_indices, has_initial_state,
+                            cu_seqlens, edge_rows, nullptr},
+                           scale, qk_l2norm, chunk_size);
+  Tensor out = new_output(v, v.sizes());
+  run_chunk(op, a, out);
+  return out;
+}
+
+Tensor chunk_lowrank_op(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g,
+                        const Tensor& beta, Tensor& win_k, Tensor& win_u, Tensor& win_g,
+                        Tensor& win_fill, const OptTensor& state_indices,
+                        const OptTensor& has_initial_state, const OptTensor& cu_seqlens,
+                        std::optional<double> scale, bool qk_l2norm, int64_t chunk_size) {
+  const char* op = "chunk_lowrank";
+  refuse_grad(op, {&q, &k, &v, &g, &beta, &win_k, &win_u, &win_g});
+  const c10::cuda::CUDAGuard guard(q.device());
+  const OptTensor none;
+  const WindowTensors window{win_k, win_u, win_g, win_fill};
+  ChunkArgs a =
+      chunk_args(op, q, k, v, g, beta,
+                 {none, nullptr, state_indices, none, has_initial_state, cu_seqlens, none, &window},
+                 scale, qk_l2norm, chunk_size);
+  Tensor out = new_output(v, v.sizes());
+  run_chunk(op, a, out);
+  return out;
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> chunk_backward_op(
+    const Tensor& grad_o, const OptTensor& grad_final_state, const Tensor& q, const Tensor& k,
+    const Tensor& v, const Tensor& g, const Tensor& beta, const OptTensor& initial_state,
+    const OptTensor& cu_seqlens, std::optional<double> scale, bool qk_l2norm, int64_t chunk_size) {
+  const c10::cuda::CUDAGuard guard(q.device());
+  return chunk_backward_aten(grad_o, grad_final_state, q, k, v, g, beta, initial_state, cu_seqlens,
+                             scale, qk_l2norm, chunk_size);
 }
 
 std::tuple<Tensor, Tensor> gating_op(const Tensor& a, const Tensor& b, const Tensor& A_log,
@@ -256,6 +335,10 @@ TORCH_LIBRARY_IMPL(gdn, CUDA, m) {
   m.impl("recurrent_buffered", &recurrent_buffered_op);
   m.impl("window_flush", &window_flush_op);
   m.impl("window_reset", &window_reset_op);
+  m.impl("chunk", &chunk_op);
+  m.impl("chunk_prefill", &chunk_prefill_op);
+  m.impl("chunk_lowrank", &chunk_lowrank_op);
+  m.impl("chunk_backward", &chunk_backward_op);
   m.impl("gating", &gating_op);
   m.impl("short_conv", &short_conv_op);
   m.impl("conv_gating", &conv_gating_op);

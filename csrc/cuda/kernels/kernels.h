@@ -23,6 +23,11 @@ cudaError_t recurrent_buffered(const RecurrentArgs& a, void* workspace, cudaStre
 cudaError_t window_flush(const RecurrentArgs& a, void* workspace, cudaStream_t stream);
 cudaError_t window_reset(const RecurrentArgs& a, cudaStream_t stream);
 
+// Chunked prefill, both forms: into `a.write`, or, where `a.window.fill` is set, into the window.
+// `workspace`: chunk_workspace device bytes, 16-byte aligned.
+size_t chunk_workspace(const ChunkArgs& a);
+cudaError_t chunk(const ChunkArgs& a, void* workspace, cudaStream_t stream);
+
 cudaError_t gating(const GatingArgs& a, cudaStream_t stream);
 cudaError_t short_conv(const ConvArgs& a, cudaStream_t stream);
 // Functional form: `a.state` is the initial state (null: none), `final_state` another tensor.

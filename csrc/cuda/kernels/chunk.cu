@@ -1,0 +1,86 @@
+#include "chunk_launch.cuh"
+#include "chunk_rows.cuh"
+#include "kernels.h"
+
+namespace gdn {
+namespace cuda {
+namespace {
+
+// What the tensor-core kernels take; everything else goes token by token in float32.
+bool products_can(const ChunkArgs& a) {
+  const auto view = [](const View& x) { return x.dtype == DType::bf16 && vector_view(x, 8); };
+  const auto pool = [](const StatePool& s) {
+    return !s.ptr || s.dtype != DType::f32 || s.s_k != 1 ||
+           (aligned(s.ptr, 8) && s.s_p % 2 == 0 && s.s_h % 2 == 0 && s.s_v % 2 == 0);
+  };
+  // What a chunk starts from depends on the cut in the low-rank form only; edges lie on cuts.
+  const bool cut =
+      a.window.fill ? a.C == kChunk && a.window.R <= kChunk : a.edges == 0 || a.C % kChunk == 0;
+  return (a.K == 64 || a.K == 128) && a.V % kScanRows == 0 && a.V > 0 && a.HV / a.H <= kMaxRatio &&
+         a.seqs.T > 0 && view(a.q) && view(a.k) && view(a.v) && view(a.out) && pool(a.read) &&
+         pool(a.write) && cut;
+}
+
+int64_t slots_of(const ChunkArgs& a) {
+  return a.seqs.cu_seqlens.ptr ? a.seqs.T / kChunk + a.seqs.N
+                               : a.seqs.N * ((a.seqs.T + kChunk - 1) / kChunk);
+}
+size_t factor_bytes(const ChunkArgs& a) {
+  return products_can(a) ? static_cast<size_t>(slots_of(a)) * a.HV * kFactorBytes : 0;
+}
+
+template <int COLUMNS>
+cudaError_t launch_tokens(const ChunkArgs& a, ChunkLayout x, cudaStream_t stream) {
+  constexpr int rows = 4, block = rows * kRowsWarps;
+  const unsigned blocks = static_cast<unsigned>(a.HV * ((a.V + block - 1) / block));
+  for (; x.first < a.seqs.N; x.first += kMaxGridY) {
+    const int64_t count = a.seqs.N - x.first < kMaxGridY ? a.seqs.N - x.first : kMaxGridY;
+    const dim3 grid(blocks, static_cast<unsigned>(count));
+    const cudaError_t error = a.window.fill ? launch(chunk_rows<COLUMNS, rows, true>, grid,
+                                                     dim3(kRowsWarps * 32), 0, stream, a, x)
+                                            : launch(chunk_rows<COLUMNS, rows, false>, grid,
+                                                     dim3(kRowsWarps * 32), 0, stream, a, x);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
+cudaError_t launch_forward(const ChunkArgs& a, const ChunkLayout& x, cudaStream_t stream) {
+  if (products_can(a)) return a.K == 64 ? chunk_64(a, x, stream) : chunk_128(a, x, stream);
+  if (a.K <= 32) return launch_tokens<1>(a, x, stream);
+  if (a.K <= 64) return launch_tokens<2>(a, x, stream);
+  if (a.K <= 128) return launch_tokens<4>(a, x, stream);
+  if (a.K <= 256) return launch_tokens<8>(a, x, stream);
+  return launch_tokens<16>(a, x, stream);
+}
+
+}  // namespace
+
+size_t chunk_workspace(const ChunkArgs& a) {
+  const size_t updates =
+      a.window.fill ? static_cast<size_t>(a.seqs.N) * a.HV * a.window.R * a.V * 4 : 0;
+  return factor_bytes(a) + updates;
+}
+
+cudaError_t chunk(const ChunkArgs& a, void* workspace, cudaStream_t stream) {
+  if (a.seqs.N == 0 || a.V == 0) return cudaSuccess;
+  ChunkLayout x;
+  x.factors = static_cast<unsigned char*>(workspace);
+  x.updates = reinterpret_cast<float*>(x.factors + factor_bytes(a));
+  x.slots = slots_of(a);
+  x.chunks = (a.seqs.T + kChunk - 1) / kChunk;
+  x.ratio = FastDiv(static_cast<uint32_t>(a.HV / a.H));
+  cudaError_t error = launch_forward(a, x, stream);
+  if (!a.window.fill) return error;
+  for (; error == cudaSuccess && x.first < a.seqs.N; x.first += kMaxGridY) {
+    const int64_t count = a.seqs.N - x.first < kMaxGridY ? a.seqs.N - x.first : kMaxGridY;
+    error = launch(chunk_window, dim3(static_cast<unsigned>(a.H), static_cast<unsigned>(count)),
+                   dim3(128), 0, stream, a, x);
+  }
+  if (error != cudaSuccess) return error;
+  return launch(chunk_fill, dim3(static_cast<unsigned>((a.seqs.N + 127) / 128)), dim3(128), 0,
+                stream, a);
+}
+
+}  // namespace cuda
+}  // namespace gdn

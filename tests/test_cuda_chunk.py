@@ -1,0 +1,413 @@
+"""Chunked prefill on CUDA against the float64 oracles: both kernels, packing, pools, low rank."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from test_cuda import DTYPES, close, gpu, inputs, ops, pool
+
+from gdn_ops import reference
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA device")
+
+BF16 = torch.bfloat16
+
+
+def offsets(lengths, dtype=torch.int32):
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=dtype)
+
+
+def states(N, HV, V, K, seed=7):
+    return torch.randn(N, HV, V, K, generator=torch.Generator().manual_seed(seed))
+
+
+def check(args, initial=None, cu=None, factor=1.0, **kwargs):
+    """bfloat16 inputs may go through 16-bit products, so their state is judged as they are."""
+    want_o, want_s = reference.chunk(*args, initial, cu, **kwargs)
+    o, final = ops.chunk(*gpu(*args), *gpu(initial, cu), **kwargs)
+    assert o.dtype == args[0].dtype and final.dtype == torch.float32
+    assert o.is_contiguous() and final.is_contiguous()
+    state_dtype = BF16 if args[0].dtype == BF16 else torch.float32
+    close("o", o, want_o, args[0].dtype, factor)
+    close("final state", final, want_s, state_dtype, factor)
+    return o, final
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "K, V", [(1, 1), (16, 8), (64, 64), (64, 192), (100, 130), (128, 128), (128, 100), (128, 256),
+             (256, 256), (512, 512), (8, 512)]
+)  # fmt: skip
+def test_head_dims(K, V, dtype):
+    check(inputs(2, 70, 1, 2, K, V, dtype), states(2, 2, V, K), qk_l2norm=True)
+
+
+@pytest.mark.parametrize("chunk_size", [16, 50, 64, 128])
+@pytest.mark.parametrize("T", [1, 5, 16, 63, 64, 65, 128, 129, 200])
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_lengths_and_chunk_sizes(T, chunk_size, dtype):
+    check(inputs(1, T, 2, 6, 64, 64, dtype), states(1, 6, 64, 64), chunk_size=chunk_size)
+
+
+@pytest.mark.parametrize("ratio", [1, 2, 3, 8])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("l2norm", [False, True])
+def test_ratios(ratio, dtype, l2norm):
+    q, k, v, g, beta = inputs(2, 150, 2, 2 * ratio, 128, 128, dtype)
+    if l2norm:
+        q, k = 3 * q, 0.2 * k
+    check((q, k, v, g, beta), states(2, 2 * ratio, 128, 128), qk_l2norm=l2norm, scale=0.3)
+    check((q, k, v, g.to(dtype), beta.to(dtype)), qk_l2norm=l2norm)
+
+
+def test_long_sequence():
+    check(inputs(1, 2000, 1, 3, 128, 128, BF16), qk_l2norm=True)
+    check(inputs(1, 2000, 1, 3, 128, 128), qk_l2norm=True, factor=4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+@pytest.mark.parametrize("lengths", [[0, 3, 0, 2, 0], [0], [0, 0], [64, 0, 65, 1], [130, 2, 64],
+                                     [1] * 70 + [0] * 5 + [63, 65, 200]])  # fmt: skip
+def test_packed_and_zero_length_sequences(lengths, dtype):
+    """Each sequence equals a run of its own, to the bit; empty ones keep their state."""
+    cu = offsets(lengths)
+    args = inputs(1, sum(lengths), 2, 4, 64, 128, dtype)
+    S = states(len(lengths), 4, 128, 64)
+    o, final = check(args, S, cu, qk_l2norm=True)
+    device = gpu(*args)
+    for n in {0, len(lengths) // 2, len(lengths) - 1}:
+        start, end = cu[n].item(), cu[n + 1].item()
+        alone, final_n = ops.chunk(*[x[:, start:end] for x in device], S[n : n + 1].cuda(),
+                                   qk_l2norm=True)  # fmt: skip
+        assert torch.equal(o[:, start:end], alone) and torch.equal(final[n], final_n[0])
+        if start == end:
+            assert torch.equal(final[n].cpu(), S[n])
+    assert torch.equal(ops.chunk(*device, S.cuda(), cu.long().cuda(), qk_l2norm=True)[0], o)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_neighbours_and_places_change_no_bit(dtype):
+    args = gpu(*inputs(40, 100, 2, 6, 128, 128, dtype))
+    S = states(40, 6, 128, 128).cuda()
+    o, final = ops.chunk(*args, S)
+    again = ops.chunk(*args, S)
+    assert torch.equal(o, again[0]) and torch.equal(final, again[1])
+    for n in (0, 39):
+        alone = ops.chunk(*[x[n : n + 1] for x in args], S[n : n + 1])
+        assert torch.equal(alone[0], o[n : n + 1]) and torch.equal(alone[1], final[n : n + 1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_strided_views_equal_contiguous(dtype):
+    q, k, v, g, beta = gpu(*inputs(2, 70, 2, 4, 64, 64, dtype))
+    qt, kt, vt = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
+    wide = torch.cat([q, k], -1)
+    gates = torch.stack([beta, g], -1)
+    S = states(2, 4, 64, 64).cuda()
+    St = S.transpose(2, 3).contiguous().transpose(2, 3)
+    expected = ops.chunk(q, k, v, g, beta, S)
+    for got in (
+        ops.chunk(qt, kt, vt, gates[..., 1], gates[..., 0], St),
+        ops.chunk(wide[..., :64], wide[..., 64:], v, g, beta, S),
+    ):
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    odd = torch.stack([v, torch.full_like(v, 9.0)], -1)[..., 0]  # token by token
+    got = ops.chunk(q, k, odd, g, beta, S)
+    close("o", got[0], expected[0], dtype, 2)
+    close("final state", got[1], expected[1], dtype, 2)
+
+
+def extreme(kind, T, HV):
+    g = torch.zeros(1, T, HV)
+    if kind == "vanishing":
+        g.fill_(math.log(1e-12))
+    elif kind == "one -316":
+        g.fill_(-1e-4)
+        g[:, 31] = -316.0
+    elif kind == "alternating":
+        g[:, ::2] = -0.5
+    elif kind == "-inf":
+        g.fill_(-0.1)
+        g[:, 0, 0] = g[:, 17, 0] = g[:, 18, 0] = g[:, 64, 1] = g[:, 129, 1] = -math.inf
+    elif kind == "all -inf":
+        g.fill_(-math.inf)
+    return g
+
+
+@pytest.mark.parametrize("kind", ["vanishing", "one -316", "zero", "alternating", "-inf",
+                                  "all -inf"])  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_extreme_gates(kind, dtype):
+    q, k, v, _, beta = inputs(1, 130, 1, 2, 64, 64, dtype)
+    check((q, k, v, extreme(kind, 130, 2), beta), states(1, 2, 64, 64))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_minus_inf_clears_even_an_infinite_state(dtype):
+    q, k, v, _, beta = gpu(*inputs(1, 130, 1, 2, 64, 64, dtype))
+    g = extreme("all -inf", 130, 2).cuda()
+    got = ops.chunk(q, k, v, g, beta, torch.full((1, 2, 64, 64), math.inf, device="cuda"))
+    expected = ops.chunk(q, k, v, g, beta)
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_tokens_past_the_end_are_not_read(dtype):
+    args = gpu(*inputs(1, 80, 1, 2, 64, 64, dtype))
+    expected = ops.chunk(*(x[:, :70] for x in args))
+    for x in args:
+        x[:, 70:] = math.nan
+    got = ops.chunk(*(x[:, :70] for x in args))
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize("layout", ["vk", "kv"])
+@pytest.mark.parametrize("pool_dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_prefill_rows(dtype, pool_dtype, layout):
+    """Read and write rows, a shared prefix, fresh and padding ones; no other row is touched."""
+    lengths = [70, 64, 0, 3, 20, 5]
+    args = inputs(1, sum(lengths), 2, 4, 64, 64, dtype)
+    start = pool(12, 4, 64, 64, pool_dtype, layout)
+    start[4] = math.nan  # read by nobody
+    rows = {
+        "read_indices": torch.tensor([1, 1, 3, 4, -1, 5]),
+        "write_indices": torch.tensor([2, 6, 7, 8, 9, -1]),
+        "has_initial_state": torch.tensor([True, True, True, False, True, True]),
+        "cu_seqlens": offsets(lengths),
+        "edge_rows": torch.tensor([[10, 0], [11, -1], [-1, -1], [0, -1], [0, 0], [-1, -1]]),
+    }
+    want_o, want = reference.chunk_prefill(*args, start, **rows, chunk_size=64)
+    device = start.cuda()
+    if layout == "kv":
+        device = start.transpose(2, 3).contiguous().cuda().transpose(2, 3)
+    o = ops.chunk_prefill(*gpu(*args), device, **{k: x.cuda() for k, x in rows.items()})
+    close("o", o, want_o, dtype)
+    written = [2, 6, 7, 8, 10, 11]
+    worse = max(dtype, pool_dtype, key=lambda d: torch.finfo(d).eps)
+    close("pool", device[written], want[written], worse)
+    others = [0, 1, 3, 4, 5, 9]
+    assert torch.equal(device[others].cpu().nan_to_num(7.0), start[others].nan_to_num(7.0))
+    assert (o[:, 137:157] == 0).all()
+    assert torch.equal(device[7].cpu(), start[3])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+@pytest.mark.parametrize("chunk_size", [16, 64, 128])
+def test_edges_count_from_each_sequence(dtype, chunk_size):
+    lengths = [chunk_size + 2, 2 * chunk_size + 1]
+    args = gpu(*inputs(1, sum(lengths), 1, 2, 64, 64, dtype))
+    state = torch.zeros(8, 2, 64, 64, device="cuda")
+    edges = torch.tensor([[2, -1, 5], [3, 4, 5]], dtype=torch.int32, device="cuda")
+    ops.chunk_prefill(*args, state, cu_seqlens=offsets(lengths).cuda(), edge_rows=edges,
+                      chunk_size=chunk_size)  # fmt: skip
+    c, first, total = chunk_size, lengths[0], sum(lengths)
+    for row, start, end in ((2, 0, c), (3, first, first + c), (4, first, first + 2 * c),
+                            (0, 0, first), (1, first, total)):  # fmt: skip
+        _, final = ops.chunk(*(x[:, start:end] for x in args))
+        close(f"row {row}", state[row], final[0], dtype)
+    assert (state[5:] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_prefill_then_decode_equals_one_run(dtype):
+    args = inputs(2, 70, 2, 6, 128, 128, dtype)
+    device, state = gpu(*args), torch.zeros(2, 6, 128, 128, device="cuda")
+    outs = [ops.chunk_prefill(*(x[:, :66] for x in device), state)]
+    for t in range(66, 70):
+        outs.append(ops.recurrent(*(x[:, t : t + 1] for x in device), state))
+    want_o, want_s = reference.chunk(*args)
+    close("o", torch.cat(outs, 1), want_o, dtype)
+    close("state", state, want_s, dtype)
+
+
+def test_prefill_rows_outside_the_pool_are_padding():
+    args = gpu(*inputs(3, 20, 1, 2, 64, 64, BF16))
+    state = pool(3, 2, 64, 64).cuda()
+    before = state.clone()
+    rows = torch.tensor([5, 1, -2], device="cuda")
+    o = ops.chunk_prefill(*args, state, rows, torch.tensor([0, 9, 2], device="cuda"))
+    assert (o[0] == 0).all() and (o[2] == 0).all() and (o[1] != 0).any()
+    assert torch.equal(state, before)
+
+
+@pytest.mark.parametrize("B,T", [(0, 3), (2, 0), (0, 0)])
+def test_empty(B, T):
+    o, final = ops.chunk(*gpu(*inputs(B, T, 1, 2, 64, 64, BF16)))
+    assert o.shape == (B, T, 2, 64) and torch.equal(final.cpu(), torch.zeros(B, 2, 64, 64))
+
+
+def test_batch_beyond_the_grid():
+    args = gpu(*inputs(1, 66000, 1, 1, 64, 64, BF16))
+    cu = torch.arange(66001, device="cuda")
+    o, final = ops.chunk(*args, None, cu)
+    assert final.shape[0] == 66000
+    want_o, want_s = reference.chunk(*[x[:, -3:].cpu() for x in args], None, torch.arange(4))
+    close("o", o[:, -3:], want_o, BF16)
+    close("final state", final[-3:], want_s, BF16)
+
+
+def test_offsets_beyond_32_bits():
+    base = torch.empty(2**31 + 2**17, dtype=torch.float32, device="cuda")
+    state = base.as_strided((3, 1, 64, 64), (2**30, 2**12, 64, 1))
+    state[2] = 1.0
+    args = inputs(1, 70, 1, 1, 64, 64, BF16)
+    want_o, want_s = reference.chunk(*args, torch.ones(1, 1, 64, 64))
+    o = ops.chunk_prefill(*gpu(*args), state, torch.tensor([2], device="cuda"))
+    close("o", o, want_o, BF16)
+    close("state", state[2:], want_s, BF16)
+
+
+def test_capture_and_replay():
+    """A captured call, replayed with other lengths, rows and flags, equals the eager call."""
+    args = gpu(*inputs(1, 200, 2, 4, 128, 128, BF16))
+    state = pool(8, 4, 128, 128).cuda()
+    keep = state.clone()
+    cu = torch.tensor([0, 64, 128, 200], device="cuda")
+    rows = torch.tensor([0, 1, 2], device="cuda")
+    fresh = torch.tensor([True, True, True], device="cuda")
+    ops.chunk_prefill(*args, state, rows, None, fresh, cu)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = ops.chunk_prefill(*args, state, rows, None, fresh, cu)
+    state.copy_(keep)
+    cu.copy_(torch.tensor([0, 3, 3, 200]))
+    rows.copy_(torch.tensor([7, -1, 5]))
+    fresh.copy_(torch.tensor([False, True, True]))
+    graph.replay()
+    want_o, want_s = reference.chunk_prefill(
+        *[x.cpu() for x in args], keep.cpu(), rows.cpu(), None, fresh.cpu(), cu.cpu()
+    )
+    close("o", o, want_o, BF16)
+    close("state", state, want_s, BF16)
+
+
+def test_other_stream():
+    args = gpu(*inputs(2, 100, 1, 1, 128, 128, BF16))
+    want = ops.chunk(*args)
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        got = ops.chunk(*args)
+    side.synchronize()
+    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+
+
+# --- low rank
+
+
+def window(P, H, HV, R, K, V, dtype=torch.float32, seed=5):
+    r = torch.Generator().manual_seed(seed)
+    k = torch.randn(P, H, R, K, generator=r)
+    return [
+        (k / k.norm(dim=-1, keepdim=True)).to(dtype),
+        torch.randn(P, HV, R, V, generator=r).to(dtype),
+        -torch.rand(P, HV, R, generator=r),
+        torch.zeros(P, dtype=torch.int32),
+    ]
+
+
+@pytest.mark.parametrize("dtype,K,V", [(torch.float32, 24, 40), (BF16, 128, 64), (BF16, 64, 128)])
+@pytest.mark.parametrize("R", [1, 8, 33, 64])
+@pytest.mark.parametrize("chunk_size", [16, 64])
+@pytest.mark.parametrize("l2norm", [False, True])
+def test_lowrank_calls_in_a_row(R, chunk_size, dtype, K, V, l2norm):
+    """Several calls continue one window, which may start as a ring of any head."""
+    win = window(4, 2, 4, R, K, V, dtype)
+    win[3].copy_(torch.tensor([0, R + 65536 * (R // 2), R // 2, R]))
+    device = gpu(*win)
+    rows = {
+        "state_indices": torch.tensor([1, 2, -1, 3, 0]),
+        "has_initial_state": torch.tensor([True, True, True, True, False]),
+        "cu_seqlens": offsets([170, 5, 4, 0, 33]),
+    }
+    for seed in range(2):
+        args = inputs(1, 212, 2, 4, K, V, dtype, seed=seed)
+        want = reference.chunk_lowrank(*args, *win, **rows, chunk_size=chunk_size, qk_l2norm=l2norm)
+        o = ops.chunk_lowrank(*gpu(*args), *device, **{k: x.cuda() for k, x in rows.items()},
+                              chunk_size=chunk_size, qk_l2norm=l2norm)  # fmt: skip
+        close("o", o, want[0], dtype, 2)
+        assert (o[:, 175:179] == 0).all()
+        close("win_k", device[0], want[1], dtype, 1.5)
+        close("win_u", device[1], want[2], dtype, 2)
+        close("win_g", device[2], want[3], torch.float32)
+        assert torch.equal(device[3].cpu(), want[4])
+        win = [x.cpu() for x in device]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_lowrank_with_a_window_as_long_as_the_sequence_is_full_rank(dtype):
+    args = gpu(*inputs(2, 60, 2, 4, 64, 64, dtype))
+    win = gpu(*window(2, 2, 4, 64, 64, 64))
+    close("o", ops.chunk_lowrank(*args, *win, chunk_size=16), ops.chunk(*args)[0], dtype, 2)
+
+
+def test_lowrank_capture_and_many_sequences():
+    lengths = torch.randint(0, 301, (64,), generator=torch.Generator().manual_seed(11)).tolist()
+    cu = offsets(lengths).cuda()
+    args = gpu(*inputs(1, sum(lengths), 1, 2, 128, 128, BF16))
+    win = gpu(*window(64, 1, 2, 16, 128, 128))
+    o = ops.chunk_lowrank(*args, *win, cu_seqlens=cu)
+    assert win[3].tolist() == [min(n, 16) for n in lengths]
+    for n in (0, 30, 63):
+        s, e = cu[n].item(), cu[n + 1].item()
+        alone = ops.chunk_lowrank(*(x[:, s:e] for x in args), *gpu(*window(1, 1, 2, 16, 128, 128)))
+        assert torch.equal(o[:, s:e], alone)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = ops.chunk_lowrank(*args, *win, cu_seqlens=cu)
+    win[3].zero_()
+    graph.replay()
+    assert torch.equal(captured, o)
+
+
+# --- gradients
+
+
+@pytest.mark.parametrize("l2norm", [False, True])
+@pytest.mark.parametrize("cu", [None, [0, 5, 5, 23, 40]])
+def test_gradcheck(l2norm, cu):
+    B, T = (2, 20) if cu is None else (1, 40)
+    N = B if cu is None else len(cu) - 1
+    args = [x.double().cuda().requires_grad_() for x in inputs(B, T, 1, 2, 3, 4)]
+    args.append(states(N, 2, 4, 3).double().cuda().requires_grad_())
+    packed = None if cu is None else torch.tensor(cu).cuda()
+    assert torch.autograd.gradcheck(
+        lambda *x: ops.chunk(*x, packed, 0.7, l2norm, 16), args, nondet_tol=1e-12
+    )
+
+
+@pytest.mark.parametrize("kind", [None, "one -316", "-inf", "all -inf"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_equal_those_of_the_cpu(dtype, kind):
+    q, k, v, g, beta = inputs(1, 130, 2, 4, 64, 64, dtype)
+    if kind is not None:
+        g = extreme(kind, 130, 4)
+    tensors = (q, k, v, g, beta, states(1, 4, 64, 64))
+    r = torch.Generator().manual_seed(3)
+    wo, ws = torch.randn(v.shape, generator=r).to(dtype), torch.randn(1, 4, 64, 64, generator=r)
+    grads = []
+    for device in ("cpu", "cuda"):
+        leaves = [x.to(device).requires_grad_() for x in tensors]
+        o, final = ops.chunk(*leaves, qk_l2norm=True)
+        ((o.float() * wo.to(device)).sum() + (final * ws.to(device)).sum()).backward()
+        grads.append([x.grad for x in leaves])
+    for name, x, y in zip(["q", "k", "v", "g", "beta", "S"], *grads, strict=True):
+        assert y.dtype == x.dtype
+        close("d" + name, y, x, x.dtype, 10)
+
+
+def test_gradients_packed():
+    args = inputs(1, 100, 1, 2, 64, 64)
+    cu = offsets([30, 0, 70])
+    grads = []
+    for device in ("cpu", "cuda"):
+        leaves = [x.to(device).requires_grad_() for x in args]
+        ops.chunk(*leaves, None, cu.to(device))[0].square().sum().backward()
+        grads.append([x.grad for x in leaves])
+    for x, y in zip(*grads, strict=True):
+        close("grad", y, x, torch.float32, 10)
