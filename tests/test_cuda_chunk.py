@@ -14,6 +14,8 @@ from gdn_ops import reference
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA device")
 
 BF16 = torch.bfloat16
+# bfloat16: X, U and D U are rounded one after the other. float32: sums over a whole sequence.
+SLACK = {torch.float32: 2.0, BF16: 1.5, torch.float16: 1.0}
 
 
 def offsets(lengths, dtype=torch.int32):
@@ -26,6 +28,7 @@ def states(N, HV, V, K, seed=7):
 
 def check(args, initial=None, cu=None, factor=1.0, **kwargs):
     """bfloat16 inputs may go through 16-bit products, so their state is judged as they are."""
+    factor *= SLACK[args[0].dtype]
     want_o, want_s = reference.chunk(*args, initial, cu, **kwargs)
     o, final = ops.chunk(*gpu(*args), *gpu(initial, cu), **kwargs)
     assert o.dtype == args[0].dtype and final.dtype == torch.float32
@@ -185,10 +188,10 @@ def test_prefill_rows(dtype, pool_dtype, layout):
     if layout == "kv":
         device = start.transpose(2, 3).contiguous().cuda().transpose(2, 3)
     o = ops.chunk_prefill(*gpu(*args), device, **{k: x.cuda() for k, x in rows.items()})
-    close("o", o, want_o, dtype)
+    close("o", o, want_o, dtype, SLACK[dtype])
     written = [2, 6, 7, 8, 10, 11]
     worse = max(dtype, pool_dtype, key=lambda d: torch.finfo(d).eps)
-    close("pool", device[written], want[written], worse)
+    close("pool", device[written], want[written], worse, SLACK[worse])
     others = [0, 1, 3, 4, 5, 9]
     assert torch.equal(device[others].cpu().nan_to_num(7.0), start[others].nan_to_num(7.0))
     assert (o[:, 137:157] == 0).all()
@@ -208,7 +211,7 @@ def test_edges_count_from_each_sequence(dtype, chunk_size):
     for row, start, end in ((2, 0, c), (3, first, first + c), (4, first, first + 2 * c),
                             (0, 0, first), (1, first, total)):  # fmt: skip
         _, final = ops.chunk(*(x[:, start:end] for x in args))
-        close(f"row {row}", state[row], final[0], dtype)
+        close(f"row {row}", state[row], final[0], dtype, SLACK[dtype])
     assert (state[5:] == 0).all()
 
 
@@ -220,8 +223,8 @@ def test_prefill_then_decode_equals_one_run(dtype):
     for t in range(66, 70):
         outs.append(ops.recurrent(*(x[:, t : t + 1] for x in device), state))
     want_o, want_s = reference.chunk(*args)
-    close("o", torch.cat(outs, 1), want_o, dtype)
-    close("state", state, want_s, dtype)
+    close("o", torch.cat(outs, 1), want_o, dtype, SLACK[dtype])
+    close("state", state, want_s, dtype, SLACK[dtype])
 
 
 def test_prefill_rows_outside_the_pool_are_padding():
@@ -246,8 +249,8 @@ def test_batch_beyond_the_grid():
     o, final = ops.chunk(*args, None, cu)
     assert final.shape[0] == 66000
     want_o, want_s = reference.chunk(*[x[:, -3:].cpu() for x in args], None, torch.arange(4))
-    close("o", o[:, -3:], want_o, BF16)
-    close("final state", final[-3:], want_s, BF16)
+    close("o", o[:, -3:], want_o, BF16, SLACK[BF16])
+    close("final state", final[-3:], want_s, BF16, SLACK[BF16])
 
 
 def test_offsets_beyond_32_bits():
@@ -257,8 +260,8 @@ def test_offsets_beyond_32_bits():
     args = inputs(1, 70, 1, 1, 64, 64, BF16)
     want_o, want_s = reference.chunk(*args, torch.ones(1, 1, 64, 64))
     o = ops.chunk_prefill(*gpu(*args), state, torch.tensor([2], device="cuda"))
-    close("o", o, want_o, BF16)
-    close("state", state[2:], want_s, BF16)
+    close("o", o, want_o, BF16, SLACK[BF16])
+    close("state", state[2:], want_s, BF16, SLACK[BF16])
 
 
 def test_capture_and_replay():
@@ -282,8 +285,8 @@ def test_capture_and_replay():
     want_o, want_s = reference.chunk_prefill(
         *[x.cpu() for x in args], keep.cpu(), rows.cpu(), None, fresh.cpu(), cu.cpu()
     )
-    close("o", o, want_o, BF16)
-    close("state", state, want_s, BF16)
+    close("o", o, want_o, BF16, SLACK[BF16])
+    close("state", state, want_s, BF16, SLACK[BF16])
 
 
 def test_other_stream():
@@ -392,7 +395,7 @@ def test_gradients_equal_those_of_the_cpu(dtype, kind):
     wo, ws = torch.randn(v.shape, generator=r).to(dtype), torch.randn(1, 4, 64, 64, generator=r)
     grads = []
     for device in ("cpu", "cuda"):
-        leaves = [x.to(device).requires_grad_() for x in tensors]
+        leaves = [x.detach().to(device).requires_grad_() for x in tensors]
         o, final = ops.chunk(*leaves, qk_l2norm=True)
         ((o.float() * wo.to(device)).sum() + (final * ws.to(device)).sum()).backward()
         grads.append([x.grad for x in leaves])
@@ -406,7 +409,7 @@ def test_gradients_packed():
     cu = offsets([30, 0, 70])
     grads = []
     for device in ("cpu", "cuda"):
-        leaves = [x.to(device).requires_grad_() for x in args]
+        leaves = [x.detach().to(device).requires_grad_() for x in args]
         ops.chunk(*leaves, None, cu.to(device))[0].square().sum().backward()
         grads.append([x.grad for x in leaves])
     for x, y in zip(*grads, strict=True):

@@ -14,20 +14,20 @@ namespace gdn {
 namespace cuda {
 
 constexpr int kTrianglePitch = 72;  // floats; eight rows of float2 in different banks
-constexpr int kMaxRatio = 32;       // value heads of a key head
+constexpr int kTriangle = kChunk * kTrianglePitch;
+constexpr int kMaxRatio = 32;  // value heads of a key head
 
 // A decay below exp(-128) is zero in float32; bounding its logarithm keeps every difference of
 // totals finite, -inf included.
-constexpr float kLeastLogDecay = -128.f;
+constexpr float kLeastLogDecay = -128.f, kLog2e = 1.4426950408889634f;
 
 template <int K>
 struct FactorsShared {
   static constexpr int kKeys = 2 * (K / 64) * kPanelBytes;
-  // After the products the panels of k and q make room for A and the two results.
-  static constexpr int kTriangle = kChunk * kTrianglePitch * 4;
-  static constexpr int kWork = kTriangle + 2 * kPanelBytes;
-  static constexpr int kReused = kKeys > kWork ? kKeys : kWork;
-  static int bytes(int ratio) { return kReused + 4 * kChunk * (2 + 2 * ratio); }
+  // After the products the panels of k and q make room for A, twice, and the two results.
+  static constexpr int kWork = 2 * kTriangle * 4 + 2 * kPanelBytes;
+  static_assert(kKeys <= kWork, "K is at most 192");
+  static int bytes(int ratio) { return kWork + 4 * kChunk * (2 + 3 * ratio); }
 };
 
 // Inclusive sums over 64 values, lane l holding values l and l + 32.
@@ -44,18 +44,19 @@ __device__ __forceinline__ void scan64(float& low, float& high, int lane) {
 }
 
 template <int K>
-__global__ void __launch_bounds__(128)
+__global__ void __launch_bounds__(128, 4)
     chunk_factors(const __grid_constant__ ChunkArgs a, const __grid_constant__ ChunkLayout layout) {
   using Shared = FactorsShared<K>;
   extern __shared__ __align__(1024) unsigned char shared[];
   unsigned char* const keys = shared;
   unsigned char* const queries = shared + Shared::kKeys / 2;
-  float* const A = reinterpret_cast<float*>(shared);
-  unsigned char* const inverse = shared + Shared::kTriangle;
+  float* const triangles = reinterpret_cast<float*>(shared);
+  unsigned char* const inverse = shared + 2 * kTriangle * 4;
   unsigned char* const mixing = inverse + kPanelBytes;
-  float* const rk = reinterpret_cast<float*>(shared + Shared::kReused);
+  float* const rk = reinterpret_cast<float*>(shared + Shared::kWork);
   float* const rq = rk + kChunk;
-  float* const gates = rq + kChunk;  // [ratio][2][64]: sums of log decays, beta
+  // [ratio][3][64]: sums of base-2 log decays from the start, sums over later tokens, beta.
+  float* const gates = rq + kChunk;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const int64_t slot = blockIdx.x, hk = blockIdx.y;
   const int ratio = layout.ratio.divisor;
@@ -72,46 +73,38 @@ __global__ void __launch_bounds__(128)
                    own.tokens);
   commit_copies();
 
-  unsigned char* const out = layout.factors + (slot * a.HV + hk * ratio) * kFactorBytes;
-  // Log decays of a value head: sums from the start in `low`, `high`, and to the end for D_n.
   for (int h = warp; h < ratio; h += 4) {
-    const int64_t hv = hk * ratio + h;
-    float sums[2], after[2], beta[2];
+    RawGates raw[2];
 #pragma unroll
     for (int e = 0; e < 2; e++) {
       const int i = lane + 32 * e;
-      float x = 0.f;
-      beta[e] = 0.f;
-      if (i < own.tokens) {
-        compute_gates(a.gates, load_gates(a.gates, own.b, own.start + i, hv), &x, &beta[e]);
-      }
-      sums[e] = x < kLeastLogDecay ? kLeastLogDecay : x;
+      raw[e] = load_gates(a.gates, own.b, own.start + (i < own.tokens ? i : 0), hk * ratio + h);
+    }
+    float sums[2];
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+      const int i = lane + 32 * e;
+      float x, beta;
+      compute_gates(a.gates, raw[e], &x, &beta);
+      sums[e] = i >= own.tokens ? 0.f : kLog2e * (x < kLeastLogDecay ? kLeastLogDecay : x);
+      gates[(h * 3 + 2) * kChunk + i] = i >= own.tokens ? 0.f : beta;
     }
     // Sums over later tokens: the same scan over the reversed order, each value without its own.
     const float back_low = __shfl_sync(kFullMask, sums[1], 31 - lane);
     const float back_high = __shfl_sync(kFullMask, sums[0], 31 - lane);
-    float low = __shfl_up_sync(kFullMask, back_low, 1),
-          high = __shfl_up_sync(kFullMask, back_high, 1);
+    float low = __shfl_up_sync(kFullMask, back_low, 1);
+    float high = __shfl_up_sync(kFullMask, back_high, 1);
     const float middle = __shfl_sync(kFullMask, back_low, 31);
     if (lane == 0) {
       low = 0.f;
       high = middle;
     }
     scan64(low, high, lane);
-    after[0] = __shfl_sync(kFullMask, high, 31 - lane);
-    after[1] = __shfl_sync(kFullMask, low, 31 - lane);
+    gates[(h * 3 + 1) * kChunk + lane] = __shfl_sync(kFullMask, high, 31 - lane);
+    gates[(h * 3 + 1) * kChunk + lane + 32] = __shfl_sync(kFullMask, low, 31 - lane);
     scan64(sums[0], sums[1], lane);
-    float* const to = reinterpret_cast<float*>(out + h * kFactorBytes + 2 * kPanelBytes);
-#pragma unroll
-    for (int e = 0; e < 2; e++) {
-      const int i = lane + 32 * e;
-      gates[h * 2 * kChunk + i] = sums[e];
-      gates[h * 2 * kChunk + kChunk + i] = beta[e];
-      to[i] = __expf(sums[e]);
-      to[kChunk + i] = a.scale * __expf(sums[e]);
-      to[2 * kChunk + i] = __expf(after[e]);
-    }
-    if (lane == 31) to[3 * kChunk] = __expf(sums[1]);
+    gates[h * 3 * kChunk + lane] = sums[0];
+    gates[h * 3 * kChunk + lane + 32] = sums[1];
   }
   wait_copies<0>();
   __syncthreads();
@@ -138,19 +131,20 @@ __global__ void __launch_bounds__(128)
   // Rows 16 warp ... of k k^T and q k^T, up to the diagonal.
   float kk[8][4] = {}, qk[8][4] = {};
   {
-    const uint32_t left = 16 * warp + (lane & 15), key_base = shared_address(keys);
-    const int y = lane >> 4, row = ((lane >> 4) << 3) + (lane & 7), x = (lane >> 3) & 1;
+    const uint32_t base = shared_address(keys);
+    const int left = 16 * warp + (lane & 15), right = ((lane >> 4) << 3) + (lane & 7);
 #pragma unroll
     for (int s = 0; s < K / 16; s++) {
-      const int panel = (s >> 2) * kPanelBytes, piece = (s & 3) * 2;
+      const uint32_t panel = base + (s >> 2) * kPanelBytes;
+      const int piece = (s & 3) * 2;
       uint32_t ak[4], aq[4];
-      load_matrices(ak, key_base + panel + panel_offset(left, piece + y));
-      load_matrices(aq, key_base + Shared::kKeys / 2 + panel + panel_offset(left, piece + y));
+      load_matrices(ak, panel + panel_offset(left, piece + (lane >> 4)));
+      load_matrices(aq, panel + Shared::kKeys / 2 + panel_offset(left, piece + (lane >> 4)));
 #pragma unroll
       for (int p = 0; p < 4; p++) {
         if (p > warp) continue;
         uint32_t b[4];
-        load_matrices(b, key_base + panel + panel_offset(16 * p + row, piece + x));
+        load_matrices(b, panel + panel_offset(16 * p + right, piece + ((lane >> 3) & 1)));
         multiply(kk[2 * p], ak, b[0], b[1]);
         multiply(kk[2 * p + 1], ak, b[2], b[3]);
         multiply(qk[2 * p], aq, b[0], b[1]);
@@ -165,43 +159,52 @@ __global__ void __launch_bounds__(128)
 #pragma unroll
     for (int e = 0; e < 4; e++) {
       const int i = 16 * warp + g + (e >> 1) * 8, j = 8 * p + 2 * t + (e & 1);
-      kk[p][e] *= rk[i] * rk[j];
-      qk[p][e] *= a.scale * rq[i] * rk[j];
+      kk[p][e] = j < i ? kk[p][e] * rk[i] * rk[j] : 0.f;
+      qk[p][e] = j <= i ? qk[p][e] * a.scale * rq[i] * rk[j] : 0.f;
     }
   }
-  if (a.l2norm) {
-    for (int i = threadIdx.x; i < ratio * 3 * kChunk; i += 128) {
-      const int h = i / (3 * kChunk), x = i - h * 3 * kChunk, token = x & 63;
-      reinterpret_cast<float*>(out + h * kFactorBytes + 2 * kPanelBytes)[x] *=
-          x >= kChunk && x < 2 * kChunk ? rq[token] : rk[token];
-    }
+  unsigned char* const out = layout.factors + (slot * a.HV + hk * ratio) * kFactorBytes;
+  for (int x = threadIdx.x; x < ratio * kChunk; x += 128) {
+    const int h = x / kChunk, i = x % kChunk;
+    const float w = exp2_flushed(gates[h * 3 * kChunk + i]);
+    float* const to = reinterpret_cast<float*>(out + h * kFactorBytes + 2 * kPanelBytes);
+    to[i] = w * rk[i];
+    to[kChunk + i] = a.scale * w * rq[i];
+    to[2 * kChunk + i] = exp2_flushed(gates[(h * 3 + 1) * kChunk + i]) * rk[i];
+    if (i == kChunk - 1) to[3 * kChunk] = w;
   }
 
+  // One barrier a value head: what a warp writes before it, all read after it, and the barrier of
+  // the next head keeps the one after that from overwriting it.
   for (int h = 0; h < ratio; h++) {
-    const float* const sums = gates + h * 2 * kChunk;
-    const float* const beta = sums + kChunk;
-    // A and the mixing panel.
+    const float* const sums = gates + h * 3 * kChunk;
+    const float* const beta = sums + 2 * kChunk;
+    float* const A = triangles + (h & 1) * kTriangle;
+    // Rows 16 warp ... of A and of the mixing panel.
 #pragma unroll
-    for (int p = 0; p < 8; p++) {
+    for (int half = 0; half < 2; half++) {
+      const int i = 16 * warp + g + half * 8;
+      const float sum_i = sums[i], beta_i = beta[i];
 #pragma unroll
-      for (int half = 0; half < 2; half++) {
-        const int i = 16 * warp + g + half * 8, j = 8 * p + 2 * t;
-        float m[2] = {0.f, 0.f};
-        if (p <= 2 * warp + 1) {
-          float x[2];
-#pragma unroll
-          for (int e = 0; e < 2; e++) {
-            const float d = j + e <= i ? __expf(sums[i] - sums[j + e]) : 0.f;
-            x[e] = j + e < i ? beta[i] * d * kk[p][half * 2 + e] : 0.f;
-            m[e] = d * qk[p][half * 2 + e];
-          }
-          *reinterpret_cast<float2*>(A + i * kTrianglePitch + j) = make_float2(x[0], x[1]);
+      for (int p = 0; p < 8; p++) {
+        const int j = 8 * p + 2 * t;
+        uint32_t* const m = reinterpret_cast<uint32_t*>(mixing + panel_offset(i, p) + 4 * t);
+        if (p > 2 * warp + 1) {
+          if (h == 0) *m = 0;
+          continue;
         }
-        *reinterpret_cast<uint32_t*>(mixing + panel_offset(i, p) + 4 * t) = pack_bf16(m[0], m[1]);
+        const float2 sum_j = *reinterpret_cast<const float2*>(sums + j);
+        // Above the diagonal the products are zero; the bound keeps the decay from overflowing.
+        const float d0 = exp2_flushed(fminf(sum_i - sum_j.x, 0.f));
+        const float d1 = exp2_flushed(fminf(sum_i - sum_j.y, 0.f));
+        *m = pack_bf16(d0 * qk[p][half * 2], d1 * qk[p][half * 2 + 1]);
+        float2 x = make_float2(beta_i * d0 * kk[p][half * 2], beta_i * d1 * kk[p][half * 2 + 1]);
+        if (p < 2 * warp) x = make_float2(round_tf32(x.x), round_tf32(x.y));
+        *reinterpret_cast<float2*>(A + i * kTrianglePitch + j) = x;
       }
     }
-    __syncthreads();
-    // The diagonal block of this warp, inverted in place: a lane holds a column.
+    __syncwarp();
+    // The diagonal block, inverted in place: a lane holds a column.
     {
       float* const block = A + 16 * warp * kTrianglePitch + 16 * warp;
       const int column = lane & 15;
@@ -210,55 +213,68 @@ __global__ void __launch_bounds__(128)
       for (int i = 0; i < 16; i++) {
         x[i] = i == column ? 1.f : 0.f;
 #pragma unroll
-        for (int k = 0; k < i; k++) x[i] = __fmaf_rn(-block[i * kTrianglePitch + k], x[k], x[i]);
+        for (int k = 0; k < i; k += 4) {
+          const float4 row = *reinterpret_cast<const float4*>(block + i * kTrianglePitch + k);
+          x[i] = __fmaf_rn(-row.x, x[k], x[i]);
+          if (k + 1 < i) x[i] = __fmaf_rn(-row.y, x[k + 1], x[i]);
+          if (k + 2 < i) x[i] = __fmaf_rn(-row.z, x[k + 2], x[i]);
+          if (k + 3 < i) x[i] = __fmaf_rn(-row.w, x[k + 3], x[i]);
+        }
       }
       __syncwarp();
       if (lane < 16) {
 #pragma unroll
-        for (int i = 0; i < 16; i++) block[i * kTrianglePitch + column] = x[i];
+        for (int i = 0; i < 16; i++) block[i * kTrianglePitch + column] = round_tf32(x[i]);
       }
     }
     __syncthreads();
     // Blocks below it, transposed: column j of blocks belongs to warp j.
-    float x[4][2][4] = {};  // [block row][half of its 16 rows]
-    const int n = g, m = 2 * t;
+    float x[4][2][4];  // [block row][half of its 16 rows]
 #pragma unroll
     for (int i = 0; i < 4; i++) {
+      if (i < warp) continue;
+      const float* const row = A + (16 * i + g) * kTrianglePitch + 2 * t;
+      const auto block = [&](int k, int s, int half) {
+        return *reinterpret_cast<const float2*>(row + 8 * half * kTrianglePitch + 16 * k + 8 * s);
+      };
       if (i == warp) {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
 #pragma unroll
           for (int e = 0; e < 4; e++) {
-            x[i][half][e] =
-                A[(16 * i + 8 * half + m + (e & 1)) * kTrianglePitch + 16 * i + g + (e >> 1) * 8];
+            x[i][half][e] = A[(16 * i + 8 * half + 2 * t + (e & 1)) * kTrianglePitch + 16 * i + g +
+                              (e >> 1) * 8];
           }
         }
-      } else if (i > warp) {
-        float sum[2][4] = {};
+        continue;
+      }
+      float sum[2][4] = {};
 #pragma unroll
-        for (int k = 0; k < i; k++) {
-          if (k < warp) continue;
-#pragma unroll
-          for (int s = 0; s < 2; s++) {
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-              multiply_tf32(sum[half], x[k][s],
-                            *reinterpret_cast<const float2*>(
-                                A + (16 * i + 8 * half + n) * kTrianglePitch + 16 * k + 8 * s + m));
-            }
-          }
-        }
+      for (int k = 0; k < i; k++) {
+        if (k < warp) continue;
 #pragma unroll
         for (int s = 0; s < 2; s++) {
 #pragma unroll
-          for (int half = 0; half < 2; half++) {
-            float2 b = *reinterpret_cast<const float2*>(
-                A + (16 * i + 8 * half + n) * kTrianglePitch + 16 * i + 8 * s + m);
-            b.x = -b.x;
-            b.y = -b.y;
-            multiply_tf32(x[i][half], sum[s], b);
-          }
+          for (int half = 0; half < 2; half++) multiply_tf32(sum[half], x[k][s], block(k, s, half));
         }
+      }
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+          sum[half][e] = round_tf32(-sum[half][e]);
+          x[i][half][e] = 0.f;
+        }
+      }
+#pragma unroll
+      for (int s = 0; s < 2; s++) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) multiply_tf32(x[i][half], sum[s], block(i, s, half));
+      }
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+#pragma unroll
+        for (int e = 0; e < 4; e++) x[i][half][e] = round_tf32(x[i][half][e]);
       }
     }
     {
@@ -268,22 +284,29 @@ __global__ void __launch_bounds__(128)
       for (int i = 0; i < 4; i++) {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-          const int piece = 2 * i + half;
-          *reinterpret_cast<uint32_t*>(inverse + panel_offset(j, piece) + 4 * t) =
-              pack_bf16(b0 * x[i][half][0], b0 * x[i][half][1]);
-          *reinterpret_cast<uint32_t*>(inverse + panel_offset(j + 8, piece) + 4 * t) =
-              pack_bf16(b1 * x[i][half][2], b1 * x[i][half][3]);
+          const int at = panel_offset(j, 2 * i + half) + 4 * t;  // row j + 8 lies 1024 bytes on
+          uint32_t* const upper = reinterpret_cast<uint32_t*>(inverse + at);
+          uint32_t* const lower = reinterpret_cast<uint32_t*>(inverse + at + 1024);
+          if (i < warp) {
+            if (h == 0) *upper = *lower = 0;
+            continue;
+          }
+          *upper = pack_bf16(b0 * x[i][half][0], b0 * x[i][half][1]);
+          *lower = pack_bf16(b1 * x[i][half][2], b1 * x[i][half][3]);
         }
       }
     }
-    __syncthreads();
-    uint4* const to = reinterpret_cast<uint4*>(out + h * kFactorBytes);
+    // A warp takes out the rows that it wrote.
+    __syncwarp();
+    const int mine = warp * 2048 + lane * 16;
 #pragma unroll
-    for (int i = 0; i < 2 * kPanelBytes / 16 / 128; i++) {
-      const int p = threadIdx.x + 128 * i;
-      to[p] = reinterpret_cast<const uint4*>(inverse)[p];
+    for (int i = 0; i < 4; i++) {
+      unsigned char* const to = out + h * kFactorBytes + mine + i * 512;
+      *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(inverse + mine + i * 512);
+      *reinterpret_cast<uint4*>(to + kPanelBytes) =
+          *reinterpret_cast<const uint4*>(mixing + mine + i * 512);
     }
-    __syncthreads();
+    __syncwarp();
   }
 }
 

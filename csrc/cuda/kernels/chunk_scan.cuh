@@ -23,50 +23,56 @@ struct ScanShared {
   static constexpr int kQueries = kKeys, kValues = 2 * kKeys;
   static constexpr int kFactors = kValues + kPanelBytes;
   static constexpr int kVectors = kFactors + 2 * kPanelBytes;
-  static constexpr int kStage = kVectors + kFactorVectors * 4 + 128 - (kFactorVectors * 4) % 128;
+  static constexpr int kStage = kVectors + 1024;  // panels start at multiples of 1024
+  static_assert(kFactorVectors * 4 <= 1024, "the vectors fit");
 };
-
-// Two neighbours along K of a pool, in any layout and dtype.
-__device__ __forceinline__ float2 load_pair(const StatePool& p, int64_t i) {
-  if (p.s_k == 1 && p.dtype == DType::f32) {
-    return *reinterpret_cast<const float2*>(static_cast<const float*>(p.ptr) + i);
-  }
-  return make_float2(load_as(p.ptr, p.dtype, i), load_as(p.ptr, p.dtype, i + p.s_k));
-}
-__device__ __forceinline__ void store_pair(const StatePool& p, int64_t i, float x, float y) {
-  if (p.s_k == 1 && p.dtype == DType::f32) {
-    *reinterpret_cast<float2*>(static_cast<float*>(p.ptr) + i) = make_float2(x, y);
-  } else {
-    store_as(p.ptr, p.dtype, i, x);
-    store_as(p.ptr, p.dtype, i + p.s_k, y);
-  }
-}
 
 template <int K>
 struct ScanState {
   float s[K / 8][4];
 
-  __device__ __forceinline__ void clear() {
-#pragma unroll
-    for (int p = 0; p < K / 8; p++) s[p][0] = s[p][1] = s[p][2] = s[p][3] = 0.f;
-  }
-  // `at`: offset of row g, column 2t of this warp's 16 rows.
+  // `at`: offset of row g, column 2t of this warp's 16 rows. The layout is decided once: a branch
+  // at every load would make each wait for the one before.
   __device__ __forceinline__ void load(const StatePool& pool, int64_t at) {
+    if (pool.s_k == 1 && pool.dtype == DType::f32) {
+      const float* const from = static_cast<const float*>(pool.ptr) + at;
+#pragma unroll
+      for (int p = 0; p < K / 8; p++) {
+        const float2 x = *reinterpret_cast<const float2*>(from + 8 * p);
+        const float2 y = *reinterpret_cast<const float2*>(from + 8 * pool.s_v + 8 * p);
+        s[p][0] = x.x;
+        s[p][1] = x.y;
+        s[p][2] = y.x;
+        s[p][3] = y.y;
+      }
+      return;
+    }
 #pragma unroll
     for (int p = 0; p < K / 8; p++) {
-      const float2 x = load_pair(pool, at + 8 * p * pool.s_k);
-      const float2 y = load_pair(pool, at + 8 * p * pool.s_k + 8 * pool.s_v);
-      s[p][0] = x.x;
-      s[p][1] = x.y;
-      s[p][2] = y.x;
-      s[p][3] = y.y;
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        s[p][e] = load_as(pool.ptr, pool.dtype,
+                          at + (8 * p + (e & 1)) * pool.s_k + 8 * (e >> 1) * pool.s_v);
+      }
     }
   }
   __device__ __forceinline__ void store(const StatePool& pool, int64_t at) const {
+    if (pool.s_k == 1 && pool.dtype == DType::f32) {
+      float* const to = static_cast<float*>(pool.ptr) + at;
+#pragma unroll
+      for (int p = 0; p < K / 8; p++) {
+        *reinterpret_cast<float2*>(to + 8 * p) = make_float2(s[p][0], s[p][1]);
+        *reinterpret_cast<float2*>(to + 8 * pool.s_v + 8 * p) = make_float2(s[p][2], s[p][3]);
+      }
+      return;
+    }
 #pragma unroll
     for (int p = 0; p < K / 8; p++) {
-      store_pair(pool, at + 8 * p * pool.s_k, s[p][0], s[p][1]);
-      store_pair(pool, at + 8 * p * pool.s_k + 8 * pool.s_v, s[p][2], s[p][3]);
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        store_as(pool.ptr, pool.dtype, at + (8 * p + (e & 1)) * pool.s_k + 8 * (e >> 1) * pool.s_v,
+                 s[p][e]);
+      }
     }
   }
 };
@@ -159,39 +165,32 @@ __global__ void __launch_bounds__(128, MIN_BLOCKS)
     }
   };
 
-  // Addresses of the right operands: rows of eight lanes, and a piece that steps along the product.
-  const int row_n = ((lane >> 4) << 3) + (lane & 7), piece_n = (lane >> 3) & 1;  // plain
-  const int row_k = lane & 15, piece_k = lane >> 4;                              // transposed
-  const uint32_t plain = row_n * 128, across = row_k * 128;
-  const uint32_t plain_x = (piece_n ^ (lane & 7)) << 4, across_x = (piece_k ^ (lane & 7)) << 4;
-
+  const RightLanes lanes(lane);
   ScanState<K> S;
-  // S += (decay U) k, U as accumulators.
+  // S += (decay U) k, U as accumulators; left running.
   const auto update = [&](const float (&u)[8][4], uint32_t stage, const float* decay) {
+    uint32_t left[4][4];
 #pragma unroll
     for (int s = 0; s < 4; s++) {
       const float2 d = *reinterpret_cast<const float2*>(decay + 16 * s + 2 * t);
       const float2 e = *reinterpret_cast<const float2*>(decay + 16 * s + 8 + 2 * t);
       const float (&x)[4] = u[2 * s];
       const float (&y)[4] = u[2 * s + 1];
-      const uint32_t left[4] = {
-          pack_bf16(d.x * x[0], d.y * x[1]), pack_bf16(d.x * x[2], d.y * x[3]),
-          pack_bf16(e.x * y[0], e.y * y[1]), pack_bf16(e.x * y[2], e.y * y[3])};
-#pragma unroll
-      for (int p = 0; p < K / 16; p++) {
-        uint32_t b[4];
-        load_transposed(
-            b, stage + (p >> 2) * kPanelBytes + s * 2048 + across + (((p & 3) << 5) ^ across_x));
-        multiply(S.s[2 * p], left, b[0], b[1]);
-        multiply(S.s[2 * p + 1], left, b[2], b[3]);
-      }
+      left[s][0] = pack_bf16(d.x * x[0], d.y * x[1]);
+      left[s][1] = pack_bf16(d.x * x[2], d.y * x[3]);
+      left[s][2] = pack_bf16(e.x * y[0], e.y * y[1]);
+      left[s][3] = pack_bf16(e.x * y[2], e.y * y[3]);
     }
+    open_products();
+#pragma unroll
+    for (int s = 0; s < 4; s++) multiply_columns(S.s, left[s], stage, s, 0, lanes);
+    close_products();
   };
   // v^T of this warp's rows, tokens 16 p ...: registers (g, tokens), (g + 8, tokens), next 8
   // tokens.
   const auto load_values = [&](uint32_t (&r)[4], uint32_t stage, int p) {
-    const int row = 16 * p + row_n;
-    load_transposed(r, stage + Shared::kValues + panel_offset(row, 2 * warp + piece_n));
+    const int row = 16 * p + ((lane >> 4) << 3) + (lane & 7);
+    load_transposed(r, stage + Shared::kValues + panel_offset(row, 2 * warp + ((lane >> 3) & 1)));
   };
 
   const int64_t row_offset = static_cast<int64_t>(v0 + 16 * warp + g);
@@ -201,9 +200,10 @@ __global__ void __launch_bounds__(128, MIN_BLOCKS)
   };
 
   if (LOWRANK) {
-    S.clear();
+    clear(S.s);
     wait_for_previous_kernel();
     if (!seq.fresh && chunks > 0 && load_window<K>(a, seq.row, hk, hv, v0, shared)) {
+      publish_shared();
       __syncthreads();
       float u[8][4];
 #pragma unroll
@@ -218,6 +218,7 @@ __global__ void __launch_bounds__(128, MIN_BLOCKS)
         }
       }
       update(u, base, reinterpret_cast<const float*>(shared + Shared::kVectors) + 2 * kChunk);
+      await_products<0>(S.s);
       __syncthreads();
     }
     if (chunks > 0) {
@@ -231,7 +232,7 @@ __global__ void __launch_bounds__(128, MIN_BLOCKS)
       S.load(a.read,
              seq.row * a.read.s_p + hv * a.read.s_h + row_offset * a.read.s_v + 2 * t * a.read.s_k);
     } else {
-      S.clear();
+      clear(S.s);
     }
     wait_for_previous_kernel();
     if (chunks > 0) ask_factors(0, base);
@@ -240,6 +241,7 @@ __global__ void __launch_bounds__(128, MIN_BLOCKS)
 
   for (int c = 0; c < chunks; c++) {
     wait_copies<0>();
+    publish_shared();
     __syncthreads();
     const uint32_t stage = base + (c % STAGES) * Shared::kStage;
     unsigned char* const stage_memory = shared + (c % STAGES) * Shared::kStage;
@@ -253,61 +255,66 @@ __global__ void __launch_bounds__(128, MIN_BLOCKS)
     const int64_t done = static_cast<int64_t>(c) * kChunk;
     const int tokens = length - done < kChunk ? static_cast<int>(length - done) : kChunk;
 
-    float O[8][4] = {}, U[8][4] = {};
+    float O[8][4], U[8][4];
     uint32_t X[4][4];
-    {
-      float P[8][4] = {};
+    // The products with the old state, rounded: by k or by q.
+    const auto multiply_state = [&](float (&c)[8][4], uint32_t panels) {
+      uint32_t left[K / 16][4];
 #pragma unroll
-      for (int s = 0; s < K / 16; s++) {
-        uint32_t left[4];
-        pack_left(left, S.s[2 * s], S.s[2 * s + 1]);
-        const uint32_t at = stage + (s >> 2) * kPanelBytes + plain + (((s & 3) << 5) ^ plain_x);
+      for (int s = 0; s < K / 16; s++) pack_left(left[s], S.s[2 * s], S.s[2 * s + 1]);
+      open_products();
+      multiply_rows<false>(c, left[0], panels, 0, 0, lanes);
 #pragma unroll
-        for (int p = 0; p < 4; p++) {
-          uint32_t b[4];
-          load_matrices(b, at + p * 2048);
-          multiply(P[2 * p], left, b[0], b[1]);
-          multiply(P[2 * p + 1], left, b[2], b[3]);
-          load_matrices(b, at + Shared::kQueries + p * 2048);
-          multiply(O[2 * p], left, b[0], b[1]);
-          multiply(O[2 * p + 1], left, b[2], b[3]);
-        }
+      for (int s = 1; s < K / 16; s++) {
+        multiply_rows(c, left[s], panels + (s >> 2) * kPanelBytes, s & 3, 0, lanes);
       }
+      close_products();
+    };
+    {
+      float P[8][4];
+      multiply_state(P, stage);
+      // Alone on its multiprocessor a block fills the wait with the second product; among others it
+      // forms that later and needs fewer registers.
+      if (STAGES > 1) multiply_state(O, stage + Shared::kQueries);
+      await_products<(STAGES > 1)>(P);
 #pragma unroll
       for (int p = 0; p < 4; p++) {
         uint32_t r[4];
         load_values(r, stage, p);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-          const int i = 16 * p + 8 * half + 2 * t;
-          const float2 wk = *reinterpret_cast<const float2*>(vectors + i);
-          const float2 wq = *reinterpret_cast<const float2*>(vectors + kChunk + i);
+          const float2 w = *reinterpret_cast<const float2*>(vectors + 16 * p + 8 * half + 2 * t);
           const float (&x)[4] = P[2 * p + half];
-          float (&o)[4] = O[2 * p + half];
           const float2 low = unpack_bf16(r[2 * half]), high = unpack_bf16(r[2 * half + 1]);
           // A decay of zero drops the old state, whatever it holds.
-          X[p][2 * half] = pack_bf16(wk.x == 0.f ? low.x : low.x - wk.x * x[0],
-                                     wk.y == 0.f ? low.y : low.y - wk.y * x[1]);
-          X[p][2 * half + 1] = pack_bf16(wk.x == 0.f ? high.x : high.x - wk.x * x[2],
-                                         wk.y == 0.f ? high.y : high.y - wk.y * x[3]);
-          o[0] = wq.x == 0.f ? 0.f : wq.x * o[0];
-          o[1] = wq.y == 0.f ? 0.f : wq.y * o[1];
-          o[2] = wq.x == 0.f ? 0.f : wq.x * o[2];
-          o[3] = wq.y == 0.f ? 0.f : wq.y * o[3];
+          X[p][2 * half] = pack_bf16(w.x == 0.f ? low.x : low.x - w.x * x[0],
+                                     w.y == 0.f ? low.y : low.y - w.y * x[1]);
+          X[p][2 * half + 1] = pack_bf16(w.x == 0.f ? high.x : high.x - w.x * x[2],
+                                         w.y == 0.f ? high.y : high.y - w.y * x[3]);
         }
       }
     }
-    // U = X inverse^T: rows j of the panel, columns i >= j only.
+    // Row j of the panel has zeros before column j.
+    open_products();
+    multiply_columns<false>(U, X[0], stage + Shared::kFactors, 0, 0, lanes);
 #pragma unroll
-    for (int s = 0; s < 4; s++) {
+    for (int s = 1; s < 4; s++) multiply_columns(U, X[s], stage + Shared::kFactors, s, s, lanes);
+    close_products();
+    if (STAGES == 1) {
+      await_products<0>(U);
+      multiply_state(O, stage + Shared::kQueries);
+    }
+    await_products<(STAGES > 1)>(O);
 #pragma unroll
-      for (int p = s; p < 4; p++) {
-        uint32_t b[4];
-        load_transposed(b, stage + Shared::kFactors + s * 2048 + across + ((p << 5) ^ across_x));
-        multiply(U[2 * p], X[s], b[0], b[1]);
-        multiply(U[2 * p + 1], X[s], b[2], b[3]);
+    for (int p = 0; p < 8; p++) {
+      const float2 w = *reinterpret_cast<const float2*>(vectors + kChunk + 8 * p + 2 * t);
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        const float x = e & 1 ? w.y : w.x;
+        O[p][e] = x == 0.f ? 0.f : x * O[p][e];
       }
     }
+    if (STAGES > 1) await_products<0>(U);
     if (LOWRANK) {
       // The newest R updates of the sequence, for the window, and as the window stores them.
       const int64_t R = a.window.R;
@@ -323,20 +330,37 @@ __global__ void __launch_bounds__(128, MIN_BLOCKS)
         }
       }
     }
-    // O += U mixing^T: rows i of the panel, columns j <= i only.
+    uint32_t left[4][4];
+#pragma unroll
+    for (int s = 0; s < 4; s++) pack_left(left[s], U[2 * s], U[2 * s + 1]);
+    open_products();
 #pragma unroll
     for (int s = 0; s < 4; s++) {
-      uint32_t left[4];
-      pack_left(left, U[2 * s], U[2 * s + 1]);
+      multiply_rows(O, left[s], stage + Shared::kFactors + kPanelBytes, s, s, lanes);
+    }
+    close_products();
+    if (LOWRANK) {
+      // What the next chunk starts from: the newest R updates alone, as the window stores them.
+      clear(S.s);
+      const int first = kChunk - static_cast<int>(a.window.R);
 #pragma unroll
-      for (int p = s; p < 4; p++) {
-        uint32_t b[4];
-        load_matrices(
-            b, stage + Shared::kFactors + kPanelBytes + p * 2048 + plain + ((s << 5) ^ plain_x));
-        multiply(O[2 * p], left, b[0], b[1]);
-        multiply(O[2 * p + 1], left, b[2], b[3]);
+      for (int p = 0; p < 8; p++) {
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+          const float u = U[p][e];
+          U[p][e] = 8 * p + 2 * t + (e & 1) < first ? 0.f : round_as(a.window.u_dtype, u);
+        }
+      }
+    } else {
+      const float w = vectors[3 * kChunk];
+#pragma unroll
+      for (int p = 0; p < K / 8; p++) {
+#pragma unroll
+        for (int e = 0; e < 4; e++) S.s[p][e] = w == 0.f ? 0.f : w * S.s[p][e];
       }
     }
+    update(U, stage, vectors + 2 * kChunk);
+    await_products<1>(O);
     // Over the values of this warp, which nobody else reads, and out in 16-byte pieces.
     __syncwarp();
 #pragma unroll
@@ -359,31 +383,10 @@ __global__ void __launch_bounds__(128, MIN_BLOCKS)
       }
     }
 
-    if (LOWRANK) {
-      if (c + 1 < chunks) {
-        // What the next chunk starts from: the newest R updates alone.
-        S.clear();
-        const int first = kChunk - static_cast<int>(a.window.R);
-#pragma unroll
-        for (int p = 0; p < 8; p++) {
-#pragma unroll
-          for (int e = 0; e < 4; e++) {
-            const float u = U[p][e];
-            U[p][e] = 8 * p + 2 * t + (e & 1) < first ? 0.f : round_as(a.window.u_dtype, u);
-          }
-        }
-        update(U, stage, vectors + 2 * kChunk);
-      }
-    } else {
-      const float w = vectors[3 * kChunk];
-#pragma unroll
-      for (int p = 0; p < K / 8; p++) {
-#pragma unroll
-        for (int e = 0; e < 4; e++) S.s[p][e] = w == 0.f ? 0.f : w * S.s[p][e];
-      }
-      update(U, stage, vectors + 2 * kChunk);
+    await_products<0>(S.s);
+    if (!LOWRANK && a.edges > 0) {
       const int64_t end = done + kChunk;
-      if (a.edges > 0 && end <= length && end % a.C == 0 && end / a.C <= a.edges) {
+      if (end <= length && end % a.C == 0 && end / a.C <= a.edges) {
         const int64_t row = at(a.edge_rows, n, end / a.C - 1);
         if (row >= 0 && row < a.write.P) keep(row);
       }
