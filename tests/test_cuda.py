@@ -282,6 +282,187 @@ def test_buffered_speculation(T, R):
         accepted = torch.randint(1, T + 1, (B,), generator=r)
 
 
+def same_window(name, got, want, live_rows, dtype=torch.float32, factor=4.0):
+    """Counts equal, live entries close; dead slots hold anything."""
+    assert got[3].cpu().tolist() == want[3].tolist(), name
+    R = got[0].shape[2]
+    for row in live_rows:
+        packed = int(want[3][row])
+        slots = [((packed >> 16 & 255) + i) % R for i in range(packed & 255)]
+        for x, y in zip(got[:3], want[:3], strict=True):
+            a, b = x[row][:, slots].cpu().double(), y[row][:, slots].double()
+            same = torch.isneginf(a) & torch.isneginf(b)
+            close(name, a.masked_fill(same, 0), b.masked_fill(same, 0), dtype, factor)
+
+
+@pytest.mark.parametrize("K,V,R", [(128, 128, 5), (128, 128, 16), (64, 40, 40), (256, 130, 3)])
+@pytest.mark.parametrize("T", [1, 3])
+def test_lowrank(T, R, K, V):
+    B, H, HV, P = 3, 2, 4, 5
+    win = window(P, H, HV, R, K, V, torch.float32, torch.float32)
+    want_win = tuple(torch.zeros_like(x, device="cpu") for x in win)
+    index = torch.tensor([4, -1, 0])
+    for step in range(2 * R // T + 3):
+        args = inputs(B, T, H, HV, K, V, seed=step)
+        fresh = torch.tensor([step != R // 2, True, True])
+        want, want_win = reference.recurrent_lowrank(*args, *want_win, index, fresh, qk_l2norm=True)
+        o = ops.recurrent_lowrank(*gpu(*args), *win, index.cuda(), fresh.cuda(), qk_l2norm=True)
+        close(f"o {step}", o, want, torch.float32, 4)
+        same_window(f"window {step}", win, want_win, [4, 0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_lowrank_more_tokens_than_entries_and_rollback(dtype):
+    B, H, HV, K, V, R = 2, 1, 3, 128, 128, 4
+    win = window(B, H, HV, R, K, V, torch.float32, torch.float32)
+    want_win = tuple(torch.zeros_like(x, device="cpu") for x in win)
+    for step, (T, accepted) in enumerate([(11, [1, 1]), (3, [9, 11]), (2, [1, 3]), (6, [2, 0])]):
+        args = inputs(B, T, H, HV, K, V, dtype, seed=step)
+        kept = torch.tensor(accepted)
+        want, want_win = reference.recurrent_lowrank(*args, *want_win, num_accepted=kept)
+        o = ops.recurrent_lowrank(*gpu(*args), *win, num_accepted=kept.cuda())
+        close(f"o {step}", o, want, dtype)
+        same_window(f"window {step}", win, want_win, range(B))
+
+
+@pytest.mark.parametrize("state_dtype", DTYPES)
+@pytest.mark.parametrize("kd,ud", [(torch.bfloat16, torch.float32), (torch.float32, torch.float16),
+                                   (torch.float16, torch.float16),
+                                   (torch.bfloat16, torch.bfloat16)])  # fmt: skip
+@pytest.mark.parametrize("l2norm", [True, False])
+def test_buffered_window_dtypes(l2norm, kd, ud, state_dtype):
+    """Every dtype of a window, more tokens than one group, against the same window in float64."""
+    B, T, H, HV, R = 2, 6, 2, 4, 13
+    dtype = torch.bfloat16
+    state = pool(B, HV, 128, 128, state_dtype)
+    device, want_state = state.cuda(), state.double()
+    win = window(B, H, HV, R, 128, 128, kd, ud)
+    want_win = tuple(torch.zeros_like(x, device="cpu").double() for x in win[:3])
+    want_win = (*want_win, torch.zeros(B, dtype=torch.int32))
+    for step in range(4):
+        args = inputs(B, T, H, HV, 128, 128, dtype, seed=step)
+        want, want_state, want_win = reference.recurrent_buffered(
+            *args, want_state, *want_win, qk_l2norm=l2norm
+        )
+        o = ops.recurrent_buffered(*gpu(*args), device, *win, qk_l2norm=l2norm)
+        close(f"o {step}", o, want, torch.bfloat16, 3)
+        assert win[3].cpu().tolist() == want_win[3].tolist()
+    close("state", device, want_state, torch.bfloat16, 3)
+
+
+def test_window_counts_survive_more_blocks_than_a_byte_counts():
+    H, HV, K, V, R = 2, 130, 64, 130, 4
+    state = pool(2, HV, V, K)
+    exact, device = state.double(), state.cuda()
+    win = window(2, H, HV, R, K, V, torch.float32, torch.float32)
+    for step in range(R + 2):
+        args = inputs(2, 1, H, HV, K, V, seed=step)
+        want, exact = reference.recurrent(*args, exact)
+        close("o", ops.recurrent_buffered(*gpu(*args), device, *win), want, torch.float32, 4)
+    assert win[3].cpu().tolist() == [2, 2]
+
+
+@pytest.mark.parametrize("op", ["recurrent", "buffered"])
+@pytest.mark.parametrize("state_dtype", DTYPES)
+def test_drift_over_2000_steps(state_dtype, op):
+    """The error against float64 settles: it must not grow with the steps."""
+    B, H, HV, K, steps, R = 2, 1, 2, 128, 2000, 16
+    r = torch.Generator().manual_seed(11)
+    kw = {"generator": r, "dtype": torch.float64}
+    q, k = (torch.randn(steps, B, H, K, **kw) for _ in range(2))
+    q, k = ((x / x.norm(dim=-1, keepdim=True)).float() for x in (q, k))
+    v = torch.randn(steps, B, HV, K, **kw).float()
+    g = -0.05 * torch.rand(steps, B, HV, **kw).float()
+    beta = torch.rand(steps, B, HV, **kw).float()
+    q, k, v, g, beta = gpu(q, k, v, g, beta)
+    state = torch.zeros(B, HV, K, K, dtype=state_dtype, device="cuda")
+    win = window(B, H, HV, R, K, K, state_dtype, torch.float32)
+    S = torch.zeros(B, HV, K, K, dtype=torch.float64, device="cuda")
+    errors = []
+    for t in range(steps):
+        row = [x[t][:, None] for x in (q, k, v, g, beta)]
+        if op == "recurrent":
+            o = ops.recurrent(*row, state)
+        else:
+            o = ops.recurrent_buffered(*row, state, *win)
+        key, query = (x[t].double().repeat_interleave(HV // H, 1) for x in (k, q))
+        S = S * g[t].double().exp()[..., None, None]
+        u = beta[t].double()[..., None] * (v[t].double() - torch.einsum("bhvk,bhk->bhv", S, key))
+        S = S + u[..., None] * key[:, :, None]
+        want = torch.einsum("bhvk,bhk->bhv", S, query) * K**-0.5
+        errors.append((o[:, 0].double() - want).norm() / want.norm())
+    errors = torch.stack(errors).cpu()
+    most = {torch.float32: 1e-6, torch.float16: 1.5e-3, torch.bfloat16: 1.2e-2}[state_dtype]
+    assert errors[-200:].mean() < most, errors[-200:].mean()
+    assert errors[-200:].mean() < 2 * errors[200:400].mean() + 1e-7
+
+
+@pytest.mark.parametrize("op", ["recurrent", "buffered", "lowrank"])
+def test_same_bits_over_runs_and_neighbours(op):
+    B, H, HV, R = 32, 4, 12, 6
+    args = gpu(*inputs(B, 1, H, HV, 128, 128, torch.bfloat16))
+    start = pool(B, HV, 128, 128, torch.bfloat16).cuda()
+
+    def run(rows, steps=R + 3):
+        state = start[rows].clone()
+        win = window(len(rows), H, HV, R, 128, 128, torch.bfloat16, torch.bfloat16)
+        mine = [x[rows] for x in args]
+        outs = []
+        for _ in range(steps):
+            if op == "recurrent":
+                outs.append(ops.recurrent(*mine, state))
+            elif op == "buffered":
+                outs.append(ops.recurrent_buffered(*mine, state, *win))
+            else:
+                outs.append(ops.recurrent_lowrank(*mine, *win))
+        return torch.cat(outs, 1), state
+
+    every = list(range(B))
+    o, state = run(every)
+    for _ in range(3):
+        again, state2 = run(every)
+        assert torch.equal(o, again) and torch.equal(state, state2)
+    some = [31, 0, 17]
+    few, state2 = run(some)
+    assert torch.equal(few, o[some]) and torch.equal(state2, state[some])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("initial,state_len", [(False, None), (True, None), (True, 5)])
+def test_conv1d_and_its_gradients(initial, state_len, dtype):
+    B, T, C, W = 2, 9, 24, 4
+    r = torch.Generator().manual_seed(12)
+    x = torch.randn(B, T, C, generator=r).to(dtype)
+    weight, bias = (torch.randn(*s, generator=r).to(dtype) for s in ((C, W), (C,)))
+    state = torch.randn(B, C, state_len or W - 1, generator=r).to(dtype) if initial else None
+    given = [x, weight, bias, state]
+
+    def grads(tensors, convert, call):
+        leaves = [None if t is None else convert(t).requires_grad_() for t in tensors]
+        y, final = call(*leaves)
+        (y.square().sum() + final.square().sum()).backward()
+        return y, final, [t.grad for t in leaves if t is not None]
+
+    want = grads(given, lambda t: t.double(), lambda x, w, b, s: reference.conv1d(
+        x, w, b, s, state_len=state_len))  # fmt: skip
+    got = grads(given, lambda t: t.cuda(), lambda x, w, b, s: ops.conv1d(
+        x, w, b, s, state_len=state_len))  # fmt: skip
+    for name, a, b in zip(("y", "final", "grads"), got, want, strict=True):
+        for i, (c, d) in enumerate(zip(a, b, strict=True) if name == "grads" else [(a, b)]):
+            close(f"{name} {i}", c, d, dtype, 8)
+
+
+def test_conv1d_packed():
+    r = torch.Generator().manual_seed(13)
+    cu = torch.tensor([0, 4, 4, 300, 900], dtype=torch.int32)
+    x, weight = torch.randn(1, 900, 40, generator=r), torch.randn(40, 4, generator=r)
+    state = torch.randn(4, 40, 3, generator=r)
+    want, want_state = reference.conv1d(x, weight, None, state, cu)
+    y, final = ops.conv1d(*gpu(x, weight), None, state.cuda(), cu.cuda())
+    close("y", y, want, torch.float32)
+    assert torch.equal(final.cpu(), want_state.float())
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("L,leading,channels_last", [(3, False, False), (4, False, False),
                                                      (3, True, True), (5, True, True),
@@ -400,6 +581,38 @@ def test_decode_buffered_follows_decode():
     close("state", state2, state, torch.float32, 50)
 
 
+@pytest.mark.parametrize("op,T", [("buffered", 1), ("buffered", 3), ("lowrank", 1), ("lowrank", 3)])
+@pytest.mark.parametrize("V", [128, 130])
+def test_decode_windows(V, op, T):
+    """Against the oracle, padding included; V = 130 takes the norm in a launch of its own."""
+    H, HV, K, P, B, R = 2, 6, 128, 5, 3, 4
+    dtype = torch.bfloat16
+    index = torch.tensor([3, -1, 1])
+    conv = torch.randn(P, 2 * H * K + HV * V, 3, generator=torch.Generator().manual_seed(4))
+    conv_d = conv.to(dtype).cuda()
+    want_conv = conv.to(dtype).double()
+    state = pool(P, HV, V, K)
+    want_state, state_d = state.double(), state.cuda()
+    win = window(P, H, HV, R, K, V, torch.float32, torch.float32)
+    want_win = tuple(torch.zeros_like(x, device="cpu") for x in win)
+    for step in range(7):
+        x = layer(B, T, H, HV, K, V, dtype, seed=step)
+        x["projected"][1] = float("nan")
+        if op == "buffered":
+            want, want_conv, want_state, want_win = reference.decode_buffered(
+                *x.values(), want_conv, want_state, *want_win, H, K, index
+            )
+            y = ops.decode_buffered(*gpu(*x.values()), conv_d, state_d, *win, H, K, index.cuda())
+        else:
+            want, want_conv, want_win = reference.decode_lowrank(
+                *x.values(), want_conv, *want_win, H, K, index
+            )
+            y = ops.decode_lowrank(*gpu(*x.values()), conv_d, *win, H, K, index.cuda())
+        assert (y[1] == 0).all()
+        close(f"y {step}", y[[0, 2]], want[[0, 2]], dtype, 4)
+        assert win[3].cpu().tolist() == want_win[3].tolist()
+
+
 def test_capture_and_replay():
     """A captured step, replayed with other rows, lengths and flags, equals the eager step."""
     args = gpu(*inputs(4, 1, 2, 4, 128, 128, torch.bfloat16))
@@ -435,6 +648,5 @@ def test_other_stream():
 
 
 def test_unbuilt_ops_are_refused_by_name():
-    x, weight = gpu(torch.zeros(1, 4, 8), torch.zeros(8, 4))
-    with pytest.raises(NotImplementedError, match="gdn::conv1d"):
-        ops.conv1d(x, weight)
+    with pytest.raises(NotImplementedError, match="gdn::sweep"):
+        ops.sweep(torch.zeros(8, device="cuda"))

@@ -57,9 +57,25 @@ Tensor scratch(const Tensor& like, size_t bytes) {
   return at::empty({static_cast<int64_t>(bytes)}, like.options().dtype(at::kByte));
 }
 
-void check_buffered(const char* op, const RecurrentArgs& a) {
-  const char* refusal = buffered_refusal(a);
+void check_window(const char* op, const RecurrentArgs& a) {
+  const char* refusal = window_refusal(a);
   TORCH_CHECK(!refusal, op, ": ", refusal, "; got K = ", a.K, ", R = ", a.window.R);
+}
+
+// `state` null: low-rank.
+Tensor run_window(const char* op, const Tensor& q, const Tensor& k, const Tensor& v,
+                  const GateTensors& gates, const Tensor* state, const WindowTensors& window,
+                  const SeqTensors& seq, std::optional<double> scale, bool qk_l2norm) {
+  const c10::cuda::CUDAGuard guard(q.device());
+  RecurrentArgs a = recurrent_args(op, q, k, v, gates, state, &window, seq, scale, qk_l2norm);
+  Tensor out = new_output(v, v.sizes());
+  a.out = view_of(out, a.V);
+  check_window(op, a);
+  const Tensor memory = scratch(q, window_workspace(a));
+  WindowCall call;
+  call.workspace = memory.data_ptr();
+  launched(op, recurrent_window(a, call, stream()));
+  return out;
 }
 
 Tensor recurrent_buffered_op(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g,
@@ -68,18 +84,20 @@ Tensor recurrent_buffered_op(const Tensor& q, const Tensor& k, const Tensor& v, 
                              const OptTensor& has_initial_state, const OptTensor& cu_seqlens,
                              const OptTensor& num_accepted, std::optional<double> scale,
                              bool qk_l2norm) {
-  const char* op = "recurrent_buffered";
-  const c10::cuda::CUDAGuard guard(q.device());
-  const WindowTensors window{win_k, win_u, win_g, win_fill};
-  RecurrentArgs a = recurrent_args(op, q, k, v, {g, beta}, &state, &window,
-                                   {state_indices, has_initial_state, cu_seqlens, num_accepted},
-                                   scale, qk_l2norm);
-  check_buffered(op, a);
-  Tensor out = new_output(v, v.sizes());
-  a.out = view_of(out, a.V);
-  const Tensor memory = scratch(q, buffered_workspace(a));
-  launched(op, recurrent_buffered(a, memory.data_ptr(), stream()));
-  return out;
+  return run_window("recurrent_buffered", q, k, v, {g, beta}, &state,
+                    {win_k, win_u, win_g, win_fill},
+                    {state_indices, has_initial_state, cu_seqlens, num_accepted}, scale, qk_l2norm);
+}
+
+Tensor recurrent_lowrank_op(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g,
+                            const Tensor& beta, Tensor& win_k, Tensor& win_u, Tensor& win_g,
+                            Tensor& win_fill, const OptTensor& state_indices,
+                            const OptTensor& has_initial_state, const OptTensor& cu_seqlens,
+                            const OptTensor& num_accepted, std::optional<double> scale,
+                            bool qk_l2norm) {
+  return run_window("recurrent_lowrank", q, k, v, {g, beta}, nullptr,
+                    {win_k, win_u, win_g, win_fill},
+                    {state_indices, has_initial_state, cu_seqlens, num_accepted}, scale, qk_l2norm);
 }
 
 void window_flush_op(Tensor& state, Tensor& win_k, Tensor& win_u, Tensor& win_g, Tensor& win_fill,
@@ -88,9 +106,12 @@ void window_flush_op(Tensor& state, Tensor& win_k, Tensor& win_u, Tensor& win_g,
   const c10::cuda::CUDAGuard guard(state.device());
   const WindowTensors window{win_k, win_u, win_g, win_fill};
   const RecurrentArgs a = window_args(op, &state, &window, win_fill, state_indices);
-  check_buffered(op, a);
-  const Tensor memory = scratch(state, buffered_workspace(a));
-  launched(op, window_flush(a, memory.data_ptr(), stream()));
+  check_window(op, a);
+  const Tensor memory = scratch(state, window_workspace(a));
+  WindowCall call;
+  call.flush = true;
+  call.workspace = memory.data_ptr();
+  launched(op, recurrent_window(a, call, stream()));
 }
 
 void window_reset_op(Tensor& win_fill, const OptTensor& state_indices) {
@@ -223,6 +244,35 @@ struct Front {
   }
 };
 
+std::tuple<Tensor, Tensor> conv1d_op(const Tensor& x, const Tensor& weight, const OptTensor& bias,
+                                     const OptTensor& initial_state, const OptTensor& cu_seqlens,
+                                     const std::string& activation,
+                                     std::optional<int64_t> state_len) {
+  const c10::cuda::CUDAGuard guard(x.device());
+  ConvArgs a =
+      conv1d_args("conv1d", x, weight, bias, initial_state, cu_seqlens, activation, state_len);
+  const auto dtype = initial_state ? initial_state->scalar_type() : x.scalar_type();
+  Tensor final_state = at::empty({a.seqs.N, a.C, a.state.L}, x.options().dtype(dtype));
+  ConvPool kept = a.state;
+  kept.ptr = final_state.data_ptr();
+  kept.dtype = dtype_of("conv1d", "initial_state", final_state);
+  kept.P = a.seqs.N;
+  kept.s_p = final_state.stride(0);
+  kept.s_c = final_state.stride(1);
+  kept.s_l = final_state.stride(2);
+  if (initial_state) {
+    a.state = kept;
+    a.state.ptr = initial_state->data_ptr();
+    a.state.s_p = initial_state->stride(0);
+    a.state.s_c = initial_state->stride(1);
+    a.state.s_l = initial_state->stride(2);
+  }
+  Tensor y = new_output(x, x.sizes());
+  a.y = view_of(y, 0);
+  launched("conv1d", conv1d(a, kept, stream()));
+  return {y, final_state};
+}
+
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> conv_gating_op(
     const Tensor& mixed_qkv, const Tensor& a, const Tensor& b, const Tensor& conv_weight,
     const OptTensor& conv_bias, const Tensor& A_log, const Tensor& dt_bias, Tensor& conv_state,
@@ -274,15 +324,25 @@ Tensor run_decode(const char* op, const DecodeTensors& t, int64_t num_k_heads, i
   const int64_t B = r.seqs.B, T = r.seqs.T;
   Tensor o = at::empty({B, T, r.HV, r.V}, t.projected.options());
   r.out = view_of(o, r.V);
-  Tensor memory;
-  if (r.window.fill) {
-    check_buffered(op, r);
-    memory = scratch(t.projected, buffered_workspace(r));
-  }
+  Tensor y = at::empty({B, T, r.HV * r.V}, t.projected.options());
   const cudaStream_t s = stream();
   launched(op, conv_gating(d.front, s));
-  launched(op, r.window.fill ? recurrent_buffered(r, memory.data_ptr(), s) : recurrent(r, s));
-  Tensor y = at::empty({B, T, r.HV * r.V}, t.projected.options());
+  if (r.window.fill) {
+    check_window(op, r);
+    const Tensor memory = scratch(t.projected, window_workspace(r));
+    WindowCall call;
+    call.workspace = memory.data_ptr();
+    call.early = true;
+    call.norm.on = norm_fits(r);
+    call.norm.z = d.z;
+    call.norm.y = view_of(y, r.V);
+    call.norm.weight = d.norm_weight;
+    call.norm.eps = d.norm_eps;
+    launched(op, recurrent_window(r, call, s));
+    if (call.norm.on) return y;
+  } else {
+    launched(op, recurrent(r, s, /*early=*/true));
+  }
   NormArgs n;
   n.rows = B * T * r.HV;
   n.V = r.V;
@@ -327,12 +387,30 @@ Tensor decode_buffered_op(const Tensor& projected, const Tensor& conv_weight,
       qk_l2norm, eps, activation, conv_leading);
 }
 
+Tensor decode_lowrank_op(const Tensor& projected, const Tensor& conv_weight,
+                         const OptTensor& conv_bias, const Tensor& A_log, const Tensor& dt_bias,
+                         const Tensor& norm_weight, Tensor& conv_state, Tensor& win_k,
+                         Tensor& win_u, Tensor& win_g, Tensor& win_fill, int64_t num_k_heads,
+                         int64_t head_k_dim, const OptTensor& state_indices,
+                         const OptTensor& has_initial_state, const OptTensor& cu_seqlens,
+                         const OptTensor& num_accepted, std::optional<double> scale, bool qk_l2norm,
+                         double eps, const std::string& activation, bool conv_leading) {
+  const WindowTensors window{win_k, win_u, win_g, win_fill};
+  return run_decode("decode_lowrank",
+                    {projected, conv_weight, conv_bias, A_log, dt_bias, norm_weight, conv_state,
+                     nullptr, &window},
+                    num_k_heads, head_k_dim,
+                    {state_indices, has_initial_state, cu_seqlens, num_accepted}, scale, qk_l2norm,
+                    eps, activation, conv_leading);
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(gdn, CUDA, m) {
   m.impl("recurrent", &recurrent_op);
   m.impl("recurrent_gated", &recurrent_gated_op);
   m.impl("recurrent_buffered", &recurrent_buffered_op);
+  m.impl("recurrent_lowrank", &recurrent_lowrank_op);
   m.impl("window_flush", &window_flush_op);
   m.impl("window_reset", &window_reset_op);
   m.impl("chunk", &chunk_op);
@@ -341,10 +419,12 @@ TORCH_LIBRARY_IMPL(gdn, CUDA, m) {
   m.impl("chunk_backward", &chunk_backward_op);
   m.impl("gating", &gating_op);
   m.impl("short_conv", &short_conv_op);
+  m.impl("conv1d", &conv1d_op);
   m.impl("conv_gating", &conv_gating_op);
   m.impl("gated_rms_norm", &gated_rms_norm_op);
   m.impl("decode", &decode_op);
   m.impl("decode_buffered", &decode_buffered_op);
+  m.impl("decode_lowrank", &decode_lowrank_op);
 }
 
 }  // namespace gdn::cuda

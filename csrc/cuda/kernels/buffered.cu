@@ -19,51 +19,58 @@ bool vector_window(const Window& w) {
   return aligned(w.k, 16) && w.sk_p % e == 0 && w.sk_h % e == 0 && w.sk_r % e == 0;
 }
 
-cudaError_t run(const RecurrentArgs& a, void* workspace, bool flush, cudaStream_t stream) {
-  if (a.seqs.N == 0 || a.V == 0) return cudaSuccess;
-  switch (a.state.dtype) {
-    case DType::f32:
-      return buffered_f32(a, workspace, flush, stream);
-    case DType::bf16:
-      return buffered_bf16(a, workspace, flush, stream);
-    default:
-      return buffered_f16(a, workspace, flush, stream);
-  }
+// Offsets inside a head's rows, window or tokens are 32-bit in the kernels.
+bool small_offsets(const RecurrentArgs& a) {
+  const int64_t R = a.window.R, T = a.seqs.T, most = INT64_C(1) << 31;
+  const auto fits = [&](int64_t n, int64_t stride) { return n * stride < most && stride >= 0; };
+  return fits(R, a.window.su_r) && fits(R, a.window.sk_r) && fits(R, a.window.sg_r) &&
+         (!a.q.ptr || (fits(T, a.q.st) && fits(T, a.k.st) && fits(T, a.v.st) && fits(T, a.out.st) &&
+                       fits(a.V, a.v.sd)));
 }
 
 }  // namespace
 
-const char* buffered_refusal(const RecurrentArgs& a) {
+const char* window_refusal(const RecurrentArgs& a) {
   if (a.K != 64 && a.K != 128 && a.K != 256) return "K: the CUDA kernels take K = 64, 128, 256";
   if (a.window.R > kMaxWindow) return "win_k: the CUDA kernels take windows of at most R = 64";
-  if (!vector_state(a.state)) {
+  if (a.state.ptr && !vector_state(a.state)) {
     return "state: the CUDA kernels take a contiguous, 16-byte aligned key axis (layout "
            "[P, HV, V, K])";
   }
   if (!vector_window(a.window)) return "win_k: the CUDA kernels take 16-byte aligned keys";
-  const int64_t e = 16 / size_of(a.state.dtype);
-  if (a.q.ptr && (!vector_view(a.q, e) || !vector_view(a.k, e))) {
+  if (a.q.ptr && (!vector_view(a.q, 8) || !vector_view(a.k, 8))) {
     return "q, k: the CUDA kernels take a contiguous, 16-byte aligned last axis";
   }
   if (a.q.ptr && (a.q.dtype != a.k.dtype || a.q.dtype != a.v.dtype)) {
     return "q, k, v: the CUDA kernels take one dtype";
   }
+  if (!small_offsets(a)) return "strides: the CUDA kernels take offsets below 2^31 inside a row";
   return nullptr;
 }
 
-size_t buffered_workspace(const RecurrentArgs& a) {
-  const WindowWorkspace ws = workspace_of(a, nullptr);
-  return static_cast<size_t>(a.seqs.N) *
-         (sizeof(WindowPlan) +
-          static_cast<size_t>(a.H) * ws.tokens * static_cast<size_t>(ws.record()) * sizeof(float));
+size_t window_workspace(const RecurrentArgs& a) {
+  if (!a.state.ptr) return 0;
+  // Enough for groups of one token or of four (buffered_launch.cuh).
+  const auto bytes = [&](auto ws) {
+    return static_cast<size_t>(a.seqs.N) *
+           (sizeof(WindowPlan) + static_cast<size_t>(ws.floats_a_sequence()) * sizeof(float));
+  };
+  const size_t one = bytes(workspace_of<bf16, 256, 1>(a, nullptr));
+  const size_t many = bytes(workspace_of<bf16, 256, 4>(a, nullptr));
+  return one > many ? one : many;
 }
 
-cudaError_t recurrent_buffered(const RecurrentArgs& a, void* workspace, cudaStream_t stream) {
-  return run(a, workspace, false, stream);
-}
-
-cudaError_t window_flush(const RecurrentArgs& a, void* workspace, cudaStream_t stream) {
-  return run(a, workspace, true, stream);
+cudaError_t recurrent_window(const RecurrentArgs& a, const WindowCall& call, cudaStream_t stream) {
+  if (a.seqs.N == 0 || a.V == 0) return cudaSuccess;
+  if (!a.state.ptr) return lowrank(a, call, stream);
+  switch (a.state.dtype) {
+    case DType::f32:
+      return buffered_f32(a, call, stream);
+    case DType::bf16:
+      return buffered_bf16(a, call, stream);
+    default:
+      return buffered_f16(a, call, stream);
+  }
 }
 
 cudaError_t window_reset(const RecurrentArgs& a, cudaStream_t stream) {

@@ -1,436 +1,809 @@
 // Exact decode that does not write the state each step: base + window of pending updates.
 //
-// With G_i the sum of the log decays after entry i, the state before token t is
-//   S = exp(G) S0 + sum_i exp(G_i) u_i k_i^T,
-// so both products need S0 once and, for each entry, two inner products of keys that every row and
-// every value head of the key head share. Three kernels make a call: prepare_window takes those
-// inner products and settles where each sequence stands, buffered_rows does the work on S0 and on
-// the rows of u, append_window writes the new keys, decays and fill counts, which the others only
-// read.
+// With s_i the sum of the log decays after entry i, the state before a token is
+//   S = exp(s) S0 + sum_i exp(s_i) u_i k_i^T,
+// so both products of a token need S0 once and, for each entry, two inner products of keys, which
+// every row and every value head of a key head share. Two kernels make a call:
+//
+// prepare_window, a warp for each key head, turns keys, queries and gates into what the rows need:
+// the operand columns of the products with S0 and, for each value head, the weight of each entry.
+//
+// buffered_rows owns rows of one value head, a thread each. What bounds it is how long a block
+// holds its shared memory, so it does little else than read: the base comes by asynchronous copies
+// that take no registers and start before prepare_window is done.
+//
+// Keys, log decays and fill count belong to the whole sequence: the last block of a sequence to
+// finish writes them. Blocks count themselves in the top byte of win_fill, zero between calls.
 #pragma once
 
+#include "kernels.h"
+#include "norm.cuh"
 #include "window.cuh"
+#include "window_mma.cuh"
 
 namespace gdn {
 namespace cuda {
 
-// Workspace of a call: [N] plans, then f32 [N, H, tokens, record] with {1/|k|, 1/|q|, k.q, unused}
-// and, for each entry before the token, {k_i.k, k_i.q}, all of normalised vectors.
+// What prepare_window leaves, for groups of TG tokens. Lengths in floats.
 struct WindowWorkspace {
-  WindowPlan* plans = nullptr;
-  float* data = nullptr;
-  int tokens = 1;  // most tokens of a sequence
-  int R = 0;
-  __host__ __device__ int record() const { return 4 + (2 * R + 3) / 4 * 4; }
-  __device__ __forceinline__ float* at(int64_t n, int H, int h, int t) const {
-    return data + ((n * H + h) * tokens + t) * static_cast<int64_t>(record());
+  WindowPlan* plans = nullptr;  // [N]
+  float* columns = nullptr;  // [N, H, groups, column]: as buffered_rows has them in shared memory
+  float* records = nullptr;  // [N, HV, groups, record]: a float4 for each token {weight of the
+                             // base for k, for q, k.q, beta}, then [entry, token] float2 weights
+  float* folds = nullptr;    // [N, HV, fold]: exp(s_i) of each entry, exp(s) at R
+  int R = 0, H = 0, HV = 0, groups = 1, column = 0, record = 0, fold = 0;
+
+  __host__ __device__ int64_t floats_a_sequence() const {
+    return int64_t{groups} * (int64_t{H} * column + int64_t{HV} * record) + int64_t{HV} * fold;
+  }
+  __device__ __forceinline__ float* column_of(int64_t n, int h, int group) const {
+    return columns + ((n * H + h) * groups + group) * column;
+  }
+  __device__ __forceinline__ float* record_of(int64_t n, int hv, int group) const {
+    return records + ((n * HV + hv) * groups + group) * record;
+  }
+  __device__ __forceinline__ float* fold_of(int64_t n, int hv) const {
+    return folds + (n * HV + hv) * fold;
   }
 };
 
-// blockIdx.x = key head, blockIdx.y = sequence.
-template <class AT>
-__global__ void __launch_bounds__(128)
-    prepare_window(const __grid_constant__ RecurrentArgs a,
-                   const __grid_constant__ WindowWorkspace ws, int64_t first, bool flush) {
+// Columns of the products with the base, [token, k or q][pitch]. The tensor cores take those of a
+// 16-bit base in two parts of its own type, hi and lo, one after the other. A f32 base has its
+// columns in f32, which the tensor cores take as three products of tf32 parts; for a single token
+// plain arithmetic is as fast, on four columns of k and of q in turn, [K / 4][k, q][4].
+template <class ST, int K, int TG>
+struct WindowColumns {
+  static constexpr bool k16Bit = sizeof(ST) == 2;
+  static constexpr bool kMma = k16Bit || TG > 1;
+  static constexpr int kPitch = k16Bit ? K + 8 : K + 4;  // against bank conflicts
+  static constexpr int kFloats = kMma ? 2 * TG * kPitch : 2 * K;
+};
+
+__host__ __device__ constexpr int record_floats(int R, int TG) {
+  return (4 * TG + (R + TG) * TG * 2 + 3) / 4 * 4;
+}
+
+// blockIdx.x = key head, blockIdx.y = sequence; one warp.
+template <class ST, class AT, class KT, int K, int TG>
+__global__ void __launch_bounds__(32) prepare_window(const __grid_constant__ RecurrentArgs a,
+                                                     const __grid_constant__ WindowWorkspace ws,
+                                                     int64_t first, bool flush, bool early) {
+  using Columns = WindowColumns<ST, K, TG>;
+  constexpr int PER = K / 32, NV = 2 * TG, AHEAD = TG == 1 ? 8 : 4;
+  __shared__ float dots[(kMaxWindow + TG) * NV];
   const int64_t n = first + blockIdx.y;
-  const int h = blockIdx.x, warp = threadIdx.x >> 5, lane = threadIdx.x & 31, warps = 4;
+  const int h = blockIdx.x, lane = threadIdx.x, ratio = ws.HV / ws.H;
+  // `early`: the kernel before this one leaves base and indices alone, and all kernels before it
+  // are done, so buffered_rows may ask for the base already.
+  if (early) let_next_kernel_start();
   wait_for_previous_kernel();
-  const WindowPlan plan = plan_window(a, n, flush);
-  let_next_kernel_start();
-  const int T = plan.tokens, K = static_cast<int>(a.K), slot = plan.slot();
-  if (h == 0 && threadIdx.x == 0) ws.plans[n] = plan;
-  if (plan.row < 0 || T == 0) return;
-  const int64_t b = a.seqs.cu_seqlens.ptr ? 0 : n;
-  const AT* const pk = static_cast<const AT*>(a.k.ptr) + offset_of(a.k, b, plan.start, h);
-  const AT* const pq = static_cast<const AT*>(a.q.ptr) + offset_of(a.q, b, plan.start, h);
+  if (!early) let_next_kernel_start();
+  const WindowPlan plan = plan_window<TG == 1>(a, n, flush);
+  if (h == 0 && lane == 0) ws.plans[n] = plan;
+  const int T = TG == 1 && plan.tokens > 1 ? 1 : plan.tokens;
+  if (plan.row < 0 || (T == 0 && !plan.fold)) return;
   const Window& w = a.window;
-  const int64_t key_base = plan.row * w.sk_p + h * w.sk_h;
-  for (int t = 0; t < T; t++) {
-    const AT *const kt = pk + t * a.k.st, *const qt = pq + t * a.q.st;
-    float* const to = ws.at(n, static_cast<int>(a.H), h, t);
-    // Every warp takes the norms itself: there are few tokens, and it saves a barrier.
-    float kk = 0.f, qq = 0.f, kq = 0.f;
-    for (int c = lane; c < K; c += 32) {
-      const float k = to_float(kt[c * a.k.sd]), q = to_float(qt[c * a.q.sd]);
-      kk = __fmaf_rn(k, k, kk);
-      qq = __fmaf_rn(q, q, qq);
-      kq = __fmaf_rn(k, q, kq);
+  const int R = ws.R, pending = plan.pending;
+  const bool wide = R > 32;
+  const int64_t b = TG == 1 ? n : a.seqs.cu_seqlens.ptr ? 0 : n;
+  const float* const pg = w.g + plan.row * w.sg_p;
+  const int sg = static_cast<int>(w.sg_r);
+  if (plan.fold) {
+    for (int r = 0; r < ratio; r++) {
+      const int hv = h * ratio + r;
+      const float* const g = pg + hv * w.sg_h;
+      const float g0 = lane < pending ? g[lane * sg] : 0.f;
+      const float g1 = lane + 32 < pending ? g[(lane + 32) * sg] : 0.f;
+      float s0, s1, all;
+      suffix_sums(g0, g1, lane, wide, &s0, &s1, &all);
+      float* const to = ws.fold_of(n, hv);
+      if (lane < pending) to[lane] = expf(s0);
+      if (lane + 32 < pending) to[lane + 32] = expf(s1);
+      if (lane == 0) to[R] = expf(all);
     }
-    float rk = 1.f, rq = 1.f;
-    kq = lane_sum(kq);
-    if (a.l2norm) {
-      rk = rsqrtf(lane_sum(kk) + kL2Eps);
-      rq = rsqrtf(lane_sum(qq) + kL2Eps);
-      kq *= rk * rq;
+  }
+  const DType at = a.q.dtype;
+  const auto element = [](const void* p, DType d, int64_t i) {
+    return static_cast<const char*>(p) + i * (d == DType::f32 ? 4 : 2);
+  };
+  const char* const pw = element(w.k, w.k_dtype, plan.row * w.sk_p + h * w.sk_h);
+  const char* const pk = element(a.k.ptr, at, offset_of(a.k, b, plan.start, h));
+  const char* const pq = element(a.q.ptr, at, offset_of(a.q, b, plan.start, h));
+  const int sk = static_cast<int>(w.sk_r);
+  const int k_st = static_cast<int>(a.k.st), q_st = static_cast<int>(a.q.st);
+  const int old = plan.fold ? 0 : pending;  // entries that the call found
+
+  for (int t0 = 0; t0 < T; t0 += TG) {
+    const int tokens = TG == 1 ? 1 : T - t0 < TG ? T - t0 : TG;
+    const int count = old + t0, entries = count + tokens - 1;
+    // Everything that this group reads is asked for before anything is waited for.
+    Some<PER> raw_k[TG], raw_q[TG], raw_key[AHEAD];
+#pragma unroll
+    for (int t = 0; t < TG; t++) {
+      const int token = t0 + (t < tokens ? t : 0);
+      raw_k[t] = load_some<AT, PER>(pk, at, token * k_st + lane * PER);
+      raw_q[t] = load_some<AT, PER>(pq, at, token * q_st + lane * PER);
     }
-    if (threadIdx.x == 0) *reinterpret_cast<float4*>(to) = make_float4(rk, rq, kq, 0.f);
-    for (int i = warp; i < slot + t; i += warps) {
-      float dk = 0.f, dq = 0.f;
-      if (i < slot) {
-        const int64_t key = key_base + i * w.sk_r;
-        for (int c = lane; c < K; c += 32) {
-          const float y = load_as(w.k, w.k_dtype, key + c);
-          dk = __fmaf_rn(y, to_float(kt[c * a.k.sd]), dk);
-          dq = __fmaf_rn(y, to_float(qt[c * a.q.sd]), dq);
+    const auto load_key = [&](int e) {
+      return TG == 1 || e < old ? load_some<KT, PER>(pw, w.k_dtype, e * sk + lane * PER)
+                                : load_some<AT, PER>(pk, at, (e - old) * k_st + lane * PER);
+    };
+#pragma unroll
+    for (int i = 0; i < AHEAD; i++) {
+      if (i < entries) raw_key[i] = load_key(i);
+    }
+    // Gates of (value head, token) in lane head * TG + t; ratio * TG lanes at most 32 at a time.
+    const auto gates_of = [&](int r0, float* g, float* beta) {
+      const int r = r0 + lane / TG, t = lane % TG;
+      *g = *beta = 0.f;
+      if (r < ratio && t < tokens) {
+        compute_gates(a.gates, load_gates(a.gates, b, plan.start + t0 + t, h * ratio + r), g, beta);
+      }
+    };
+    float gate_g, gate_beta;
+    gates_of(0, &gate_g, &gate_beta);
+
+    float kf[TG][PER], qf[TG][PER], kq[TG], back_k[TG], back_q[TG];
+#pragma unroll
+    for (int t = 0; t < TG; t++) {
+      some_to_float<AT, PER>(raw_k[t], at, kf[t]);
+      some_to_float<AT, PER>(raw_q[t], at, qf[t]);
+      float sums[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+      for (int j = 0; j < PER; j++) {
+        sums[0] = __fmaf_rn(kf[t][j], kf[t][j], sums[0]);
+        sums[1] = __fmaf_rn(qf[t][j], qf[t][j], sums[1]);
+        sums[2] = __fmaf_rn(kf[t][j], qf[t][j], sums[2]);
+      }
+      const float total = transpose_sum<4, 32>(sums, lane);
+      const float kk = __shfl_sync(kFullMask, total, 0), qq = __shfl_sync(kFullMask, total, 8);
+      kq[t] = __shfl_sync(kFullMask, total, 16);
+      back_k[t] = back_q[t] = 1.f;
+      if (a.l2norm) {
+        const float rk = rsqrtf(kk + kL2Eps), rq = rsqrtf(qq + kL2Eps);
+        kq[t] *= rk * rq;
+#pragma unroll
+        for (int j = 0; j < PER; j++) {
+          kf[t][j] *= rk;
+          qf[t][j] *= rq;
+        }
+      } else if (Columns::k16Bit) {  // unit columns stay in the range of any 16-bit type
+        back_k[t] = sqrtf(kk);
+        back_q[t] = sqrtf(qq);
+      }
+      if constexpr (Columns::k16Bit) {
+        ST* const to = reinterpret_cast<ST*>(ws.column_of(n, h, t0 / TG)) +
+                       2 * t * Columns::kPitch + lane * PER;
+        const float fk = back_k[t] > 0.f ? 1.f / back_k[t] : 0.f;
+        const float fq = back_q[t] > 0.f ? 1.f / back_q[t] : 0.f;
+#pragma unroll
+        for (int j = 0; j < PER; j += 2) {
+          const float k0 = kf[t][j] * fk, k1 = kf[t][j + 1] * fk;
+          const float q0 = qf[t][j] * fq, q1 = qf[t][j + 1] * fq;
+          constexpr int low = NV * Columns::kPitch;
+          *reinterpret_cast<uint32_t*>(to + j) = pack_pair<ST>(k0, k1);
+          *reinterpret_cast<uint32_t*>(to + Columns::kPitch + j) = pack_pair<ST>(q0, q1);
+          *reinterpret_cast<uint32_t*>(to + low + j) =
+              pack_pair<ST>(low_part<ST>(k0), low_part<ST>(k1));
+          *reinterpret_cast<uint32_t*>(to + low + Columns::kPitch + j) =
+              pack_pair<ST>(low_part<ST>(q0), low_part<ST>(q1));
         }
       } else {
-        // An entry of this call, as the window will store it: cutting the call changes nothing.
-        const AT* const key = pk + (i - slot) * a.k.st;
-        float ry = 1.f;
-        if (a.l2norm) {
-          float yy = 0.f;
-          for (int c = lane; c < K; c += 32) {
-            const float y = to_float(key[c * a.k.sd]);
-            yy = __fmaf_rn(y, y, yy);
-          }
-          ry = rsqrtf(lane_sum(yy) + kL2Eps);
-        }
-        for (int c = lane; c < K; c += 32) {
-          const float y = round_as(w.k_dtype, to_float(key[c * a.k.sd]) * ry);
-          dk = __fmaf_rn(y, to_float(kt[c * a.k.sd]), dk);
-          dq = __fmaf_rn(y, to_float(qt[c * a.q.sd]), dq);
+        float* const to = ws.column_of(n, h, t0 / TG);
+#pragma unroll
+        for (int j = 0; j < PER; j += 2) {
+          const int c = lane * PER + j;
+          float* const k_at =
+              Columns::kMma ? to + 2 * t * Columns::kPitch + c : to + c / 4 * 8 + c % 4;
+          float* const q_at = k_at + (Columns::kMma ? Columns::kPitch : 4);
+          *reinterpret_cast<float2*>(k_at) = make_float2(kf[t][j], kf[t][j + 1]);
+          *reinterpret_cast<float2*>(q_at) = make_float2(qf[t][j], qf[t][j + 1]);
         }
       }
-      dk = lane_sum(dk) * rk;
-      dq = lane_sum(dq) * rq;
-      if (lane == 0) *reinterpret_cast<float2*>(to + 4 + 2 * i) = make_float2(dk, dq);
+    }
+
+    __syncwarp();  // the group before has read the inner products
+#pragma unroll 1
+    for (int e0 = 0; e0 < entries; e0 += AHEAD) {
+      if (e0 > 0) {
+#pragma unroll
+        for (int i = 0; i < AHEAD; i++) {
+          if (e0 + i < entries) raw_key[i] = load_key(e0 + i);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < AHEAD; i++) {
+        const int e = e0 + i;
+        if (e < entries) {
+          float y[PER];
+          if (TG == 1 || e < old) {
+            some_to_float<KT, PER>(raw_key[i], w.k_dtype, y);
+          } else {  // a key of this call counts as the window will store it
+            some_to_float<AT, PER>(raw_key[i], at, y);
+            float r = 1.f;
+            if (a.l2norm) {
+              float yy = 0.f;
+#pragma unroll
+              for (int j = 0; j < PER; j++) yy = __fmaf_rn(y[j], y[j], yy);
+              r = rsqrtf(lane_sum(yy) + kL2Eps);
+            }
+#pragma unroll
+            for (int j = 0; j < PER; j++) y[j] = round_one<KT>(w.k_dtype, y[j] * r);
+          }
+          float x[NV];
+#pragma unroll
+          for (int t = 0; t < TG; t++) {
+            x[2 * t] = x[2 * t + 1] = 0.f;
+#pragma unroll
+            for (int j = 0; j < PER; j++) {
+              x[2 * t] = __fmaf_rn(y[j], kf[t][j], x[2 * t]);
+              x[2 * t + 1] = __fmaf_rn(y[j], qf[t][j], x[2 * t + 1]);
+            }
+          }
+          const float dot = transpose_sum<NV, 32>(x, lane);
+          if (lane % (32 / NV) == 0) dots[e * NV + lane / (32 / NV)] = dot;
+        }
+      }
+    }
+    __syncwarp();
+
+    for (int r = 0; r < ratio; r++) {
+      constexpr int kHeads = 32 / TG;  // whose gates the lanes hold
+      if (r > 0 && r % kHeads == 0) gates_of(r, &gate_g, &gate_beta);
+      const int hv = h * ratio + r;
+      float g[TG], beta[TG];
+#pragma unroll
+      for (int t = 0; t < TG; t++) {
+        g[t] = __shfl_sync(kFullMask, gate_g, r % kHeads * TG + t);
+        beta[t] = __shfl_sync(kFullMask, gate_beta, r % kHeads * TG + t);
+      }
+      const auto decay_of = [&](int e) {
+        if (e >= count) return 0.f;
+        if (TG == 1 || e < old) return pg[hv * w.sg_h + e * sg];
+        float x, y;
+        compute_gates(a.gates, load_gates(a.gates, b, plan.start + e - old, hv), &x, &y);
+        return plan.fresh && e == 0 ? -INFINITY : x;
+      };
+      float s[2], all;
+      suffix_sums(decay_of(lane), wide ? decay_of(lane + 32) : 0.f, lane, wide, &s[0], &s[1], &all);
+      float* const to = ws.record_of(n, hv, t0 / TG);
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const int e = lane + 32 * half;
+        if (e < count) {
+          float log = s[half];
+#pragma unroll
+          for (int t = 0; t < TG; t++) {
+            log += g[t];
+            const float weight = expf(log);
+            *reinterpret_cast<float2*>(to + 4 * TG + (e * TG + t) * 2) =
+                make_float2(weight == 0.f ? 0.f : weight * dots[e * NV + 2 * t],
+                            weight == 0.f ? 0.f : weight * dots[e * NV + 2 * t + 1]);
+          }
+        }
+      }
+      // The group's own tokens, each an entry for those after it.
+      if (TG > 1 && lane < tokens - 1) {
+        float log = 0.f;
+#pragma unroll
+        for (int t = 1; t < TG; t++) {
+          if (t > lane) {
+            log += g[t];
+            const float weight = expf(log);
+            const int e = count + lane;
+            *reinterpret_cast<float2*>(to + 4 * TG + (e * TG + t) * 2) =
+                make_float2(weight == 0.f ? 0.f : weight * dots[e * NV + 2 * t],
+                            weight == 0.f ? 0.f : weight * dots[e * NV + 2 * t + 1]);
+          }
+        }
+      }
+      float log = plan.fresh ? -INFINITY : all;
+#pragma unroll
+      for (int t = 0; t < TG; t++) {
+        log += g[t];
+        const float weight = expf(log);
+        if (lane == 0) {
+          reinterpret_cast<float4*>(to)[t] =
+              make_float4(weight * back_k[t], weight * back_q[t], kq[t], beta[t]);
+        }
+      }
     }
   }
 }
-
-// The entries of the window as one warp sees them: lane i keeps the log decay from entry i (and
-// i + 32) to the current token; the weights of a token lie in shared memory of the warp.
-struct WarpWindow {
-  float s0, s1, base;  // log decays: entry lane, entry lane + 32, the base state
-  int count;           // entries now
-
-  // g0, g1: log decays of entries lane and lane + 32, zero past the pending ones.
-  __device__ __forceinline__ void start(float g0, float g1, int pending, int lane, bool wide) {
-    // Sums over the entries after this one: never a difference, g may be -inf.
-    float lower = g0, upper = g1, upper_total = 0.f;
-#pragma unroll
-    for (int m = 1; m < 32; m <<= 1) {
-      const float x = __shfl_down_sync(kFullMask, lower, m);
-      if (lane + m < 32) lower += x;
-    }
-    s1 = 0.f;
-    if (wide) {
-#pragma unroll
-      for (int m = 1; m < 32; m <<= 1) {
-        const float x = __shfl_down_sync(kFullMask, upper, m);
-        if (lane + m < 32) upper += x;
-      }
-      upper_total = __shfl_sync(kFullMask, upper, 0);
-      s1 = __shfl_down_sync(kFullMask, upper, 1);
-      if (lane == 31) s1 = 0.f;
-    }
-    s0 = __shfl_down_sync(kFullMask, lower, 1);
-    s0 = (lane == 31 ? 0.f : s0) + upper_total;
-    base = __shfl_sync(kFullMask, lower, 0) + upper_total;
-    count = pending;
-  }
-  // Weights exp(G_i) alone, for a fold.
-  __device__ __forceinline__ void fold_weights(float2* weights, int lane, bool wide) const {
-    if (lane < count) weights[lane].x = expf(s0);
-    if (wide && lane + 32 < count) weights[lane + 32].x = expf(s1);
-    __syncwarp();
-  }
-  __device__ __forceinline__ void clear() {
-    s0 = s1 = base = 0.f;
-    count = 0;
-  }
-  // Moves to the next token, whose log decay is g. d0, d1: the inner products of entries lane and
-  // lane + 32. Returns the decay of the base.
-  __device__ __forceinline__ float advance(float g, float2 d0, float2 d1, float2* weights, int lane,
-                                           bool wide) {
-    if (lane < count) {
-      s0 += g;
-      const float x = expf(s0);
-      weights[lane] = make_float2(x * d0.x, x * d0.y);
-    }
-    if (wide && lane + 32 < count) {
-      s1 += g;
-      const float x = expf(s1);
-      weights[lane + 32] = make_float2(x * d1.x, x * d1.y);
-    }
-    base += g;
-    __syncwarp();
-    return expf(base);
-  }
-};
 
 struct BufferedGrid {
   int64_t first = 0;  // sequence of blockIdx.y == 0
   FastDiv row_blocks, ratio;
+  bool flush = false;
+  int blocks = 0;  // of a sequence, at most 255; 0: append_window is a launch of its own
+  NormTail norm;
 };
 
-// Layout of the rows as in recurrent_rows.
-template <class ST, class AT, int K, int RPW, int LANES, int WARPS, int MIN_BLOCKS>
-__global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS)
+__device__ __forceinline__ void copy_16_async(uint32_t shared, const void* global) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
+}
+
+// Bytes of shared memory of a block.
+template <class ST, int K, int VB, int TG>
+struct BufferedShared {
+  using Columns = WindowColumns<ST, K, TG>;
+  static constexpr int kTile = VB * K * static_cast<int>(sizeof(ST));
+  // The products of a row; before them, eight updates of a row for the fold of a f32 base.
+  static constexpr int kScratch = Columns::k16Bit ? VB * TG * 8 : VB * 8 * 4;
+  static_assert(TG <= 4, "float2 products of a row fit where its eight updates were");
+  static constexpr int kRecord = kTile + Columns::kFloats * 4 + kScratch;
+  static int bytes(int R) { return kRecord + record_floats(R, TG) * 4; }
+};
+
+// blockIdx.x = head * row_blocks + row block, blockIdx.y = sequence. VB rows, a thread each; TG
+// tokens are taken together. ST, AT, KT, UT: state, activations, keys and updates of the window.
+template <class ST, class AT, class KT, class UT, int K, int VB, int TG, int MIN_BLOCKS>
+__global__ void __launch_bounds__(VB, MIN_BLOCKS)
     buffered_rows(const __grid_constant__ RecurrentArgs a,
                   const __grid_constant__ BufferedGrid grid,
                   const __grid_constant__ WindowWorkspace ws) {
-  using RT = RowTile<ST, K, RPW, LANES>;
-  constexpr int E = RT::E, LPR = RT::LPR, VPL = RT::VPL, G = RT::G, NL = RT::NL, C = RT::C,
-                LOW = RT::LOW;
-  constexpr int REP = 2 * LOW;  // lanes that own the same row and share out the entries
-  constexpr int PRE = 4;        // entries of u a lane has in flight
-  __shared__ float2 shared_weights[WARPS][kMaxWindow];
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, group = lane / LPR, l = lane % LPR;
+  using Shared = BufferedShared<ST, K, VB, TG>;
+  using Columns = WindowColumns<ST, K, TG>;
+  constexpr int WARPS = VB / 32, E = 16 / sizeof(ST), CH = K / E, NV = 2 * TG;
+  constexpr int PRE = 16;  // entries of u a thread has in flight
+  extern __shared__ __align__(128) unsigned char shared[];
+  __shared__ float parts[TG][WARPS];
+  __shared__ bool last_block;
+  bool last = false;
+  const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, group = lane >> 2, quad = lane & 3;
   const unsigned hv = grid.row_blocks(blockIdx.x);
-  const unsigned block = blockIdx.x - hv * grid.row_blocks.divisor;
-  const unsigned h = grid.ratio(hv);
+  const int row0 = static_cast<int>(blockIdx.x - hv * grid.row_blocks.divisor) * VB;
+  const int h = static_cast<int>(grid.ratio(hv));
   const int64_t n = grid.first + blockIdx.y;
-  const int row0 = (block * WARPS + warp) * RPW;
   const int V = static_cast<int>(a.V);
-  const int my_row = row0 + RT::own_row(l, group);
-  const bool writer = RT::owner(l) && my_row < V;
-  const int rep = l % LOW + (l >= LPR / 2 ? LOW : 0);
-  float2* const weights = shared_weights[warp];
+  const bool live = row0 + tid < V;
   const Window& w = a.window;
-  const int R = static_cast<int>(w.R);
-  const bool wide = R > 32;
 
+  // 16-byte chunk c of row r stands at chunk c ^ (r & 7): no bank conflicts by row or by column.
+  // A warp touches its own 32 rows only.
+  uint4* const tile = reinterpret_cast<uint4*>(shared) + warp * 32 * CH;
+  const auto chunk_at = [&](int r, int c) -> uint4& { return tile[r * CH + (c ^ (r & 7))]; };
+  const int warp_row = row0 + warp * 32;
+  ST* home = static_cast<ST*>(a.state.ptr) + hv * a.state.s_h;
+  const auto copy_base = [&]() {
+    constexpr int STEP = CH < 32 ? 32 / CH : 1;   // rows that a copy of the warp covers
+    constexpr int PARTS = CH < 32 ? 1 : CH / 32;  // copies a row
+    const int r0 = lane / CH, c0 = lane % CH;
+    const ST* from = home + (warp_row + r0) * a.state.s_v + c0 * E;
+    const int64_t step = STEP * a.state.s_v;
+    // r0 < STEP, a power of two, and r a multiple of it: the swizzle splits in two.
+    const uint32_t to = shared_address(tile + r0 * CH), swizzled = (c0 ^ r0) * 16;
+    const auto copy = [&](int r) {
+#pragma unroll
+      for (int part = 0; part < PARTS; part++) {
+        copy_16_async(to + (r * CH + part * 32) * 16 + (swizzled ^ ((r & 7) * 16)),
+                      from + 32 * part * E);
+      }
+      from += step;
+    };
+    if (warp_row + 32 <= V) {
+#pragma unroll
+      for (int r = 0; r < 32; r += STEP) copy(r);
+    } else {
+      for (int r = 0; warp_row + r + r0 < V && r < 32; r += STEP) copy(r);
+    }
+  };
+
+  // What may still run now writes neither base nor indices (prepare_window, `early`).
+  const WindowRow early = window_row<TG == 1>(a, n);
+  home += early.row * a.state.s_p;
+  const bool ahead = early.row >= 0 && early.tokens > 0 && !early.fresh && !grid.flush;
+  if (ahead) copy_base();
   wait_for_previous_kernel();
-  const WindowPlan plan = ws.plans[n];
   let_next_kernel_start();
+  const WindowPlan plan = ws.plans[n];
   const int T = plan.tokens;
-  const int64_t b = a.seqs.cu_seqlens.ptr ? 0 : n;
+  const int64_t b = TG == 1 ? n : a.seqs.cu_seqlens.ptr ? 0 : n;
   if (plan.row < 0) {
-    const Sequence s = device_sequence(a.seqs, n, 0);
-    for (int64_t t = s.start; writer && t < s.end; t++) {
-      store_as(a.out.ptr, a.out.dtype, offset_of(a.out, b, t, hv) + my_row * a.out.sd, 0.f);
+    const View& result = grid.norm.on ? grid.norm.y : a.out;
+    for (int t = 0; live && !grid.flush && t < early.tokens; t++) {
+      store_as(result.ptr, result.dtype,
+               offset_of(result, b, early.start + t, hv) + (row0 + tid) * result.sd, 0.f);
     }
     return;
   }
   if (T == 0 && !plan.fold) return;
+  if (!ahead && plan.fold) copy_base();
 
-  // Everything a step reads is asked for before anything is waited for.
-  ST* const home =
-      static_cast<ST*>(a.state.ptr) + plan.row * a.state.s_p + hv * a.state.s_h + l * E;
-  const int64_t s_v = a.state.s_v;
-  uint4 raw[NL][VPL];
-#pragma unroll
-  for (int r = 0; r < NL; r++) {
-    const int row = row0 + r * G + group;
-    const bool live = !plan.fresh && row < V;
-#pragma unroll
-    for (int j = 0; j < VPL; j++) {
-      raw[r][j] = make_uint4(0, 0, 0, 0);
-      if (live) raw[r][j] = load_state(home + row * s_v + j * LPR * E);
+  // Pointers once; inside a row offsets fit 32 bits (window_refusal).
+  const auto element = [](const void* p, DType d, int64_t i) {
+    return static_cast<const char*>(p) + i * (d == DType::f32 ? 4 : 2);
+  };
+  const DType at = a.q.dtype;
+  char* const pu =
+      const_cast<char*>(element(w.u, w.u_dtype, plan.row * w.su_p + hv * w.su_h + row0));
+  const char* const pv = element(a.v.ptr, at, offset_of(a.v, b, plan.start, hv) + row0 * a.v.sd);
+  char* const po = const_cast<char*>(
+      element(a.out.ptr, at, offset_of(a.out, b, plan.start, hv) + row0 * a.out.sd));
+  const int su = static_cast<int>(w.su_r), sk = static_cast<int>(w.sk_r);
+  const int v_st = static_cast<int>(a.v.st), v_sd = static_cast<int>(a.v.sd);
+  const int o_st = static_cast<int>(a.out.st), o_sd = static_cast<int>(a.out.sd);
+  unsigned char* const columns = shared + Shared::kTile;
+  float2* const products = reinterpret_cast<float2*>(columns + Columns::kFloats * 4);
+  const float4* const record = reinterpret_cast<const float4*>(shared + Shared::kRecord);
+  const float2* const weights = reinterpret_cast<const float2*>(record + TG);
+  int count = plan.fold ? 0 : plan.pending;
+
+  const auto copy_prepared = [&](int t0) {
+    const float* const from = ws.column_of(n, h, t0 / TG);
+    for (int i = tid; i < Columns::kFloats / 4; i += VB) {
+      copy_16_async(shared_address(columns) + i * 16, from + i * 4);
     }
-  }
-  const AT* const pk = static_cast<const AT*>(a.k.ptr) + offset_of(a.k, b, plan.start, h);
-  const AT* const pq = static_cast<const AT*>(a.q.ptr) + offset_of(a.q, b, plan.start, h);
-  const AT* const pv = static_cast<const AT*>(a.v.ptr) + offset_of(a.v, b, plan.start, hv) +
-                       static_cast<int64_t>(my_row) * a.v.sd;
-  RawRow<RT, AT> raw_k, raw_q;
-  AT raw_v = from_float<AT>(0.f);
-  RawGates raw_gates = {};
-  float4 norms = make_float4(0.f, 0.f, 0.f, 0.f);
-  float2 d0 = make_float2(0.f, 0.f), d1 = d0;
-  const auto load_token = [&](int t) {
-    raw_k = load_row<RT, AT>(pk + t * a.k.st, l);
-    raw_q = load_row<RT, AT>(pq + t * a.q.st, l);
-    if (my_row < V) raw_v = pv[t * a.v.st];
-    raw_gates = load_gates(a.gates, b, plan.start + t, hv);
-    const float* const record = ws.at(n, static_cast<int>(a.H), h, t);
-    norms = *reinterpret_cast<const float4*>(record);
-    const int before = plan.slot() + t;
-    if (lane < before) d0 = *reinterpret_cast<const float2*>(record + 4 + 2 * lane);
-    if (lane + 32 < before) d1 = *reinterpret_cast<const float2*>(record + 4 + 2 * (lane + 32));
+    const float* const head = ws.record_of(n, hv, t0 / TG);
+    const int used = TG + ((count + TG) * TG + 1) / 2;  // in 16 bytes
+    for (int i = tid; i < used; i += VB) {
+      copy_16_async(shared_address(record) + i * 16, head + i * 4);
+    }
   };
-  if (T > 0) load_token(0);
-  const float* const pg = w.g + plan.row * w.sg_p + hv * w.sg_h;
-  const float g0 = lane < plan.pending ? pg[lane * w.sg_r] : 0.f;
-  const float g1 = lane + 32 < plan.pending ? pg[(lane + 32) * w.sg_r] : 0.f;
-  const int64_t u_row = plan.row * w.su_p + hv * w.su_h + my_row;
-  const auto load_u = [&](int i, int count) {
-    return i < count && my_row < V ? load_bits(w.u, w.u_dtype, u_row + i * w.su_r) : 0u;
-  };
-  uint32_t bits[PRE];
-#pragma unroll
-  for (int j = 0; j < PRE; j++) bits[j] = load_u(plan.fold ? j : rep + j * REP, plan.pending);
+  if (T > 0) copy_prepared(0);
+  const auto arrived = [&]() { asm volatile("cp.async.wait_all;" ::: "memory"); };
 
-  WarpWindow window;
-  window.start(g0, g1, plan.pending, lane, wide);
   if (plan.fold) {
-    window.fold_weights(weights, lane, wide);
-    const float whole = expf(window.base);
-    float f[NL][C];
+    const int folded = plan.pending;
+    const char* const pw = element(w.k, w.k_dtype, plan.row * w.sk_p + h * w.sk_h);
+    const float* const fold = ws.fold_of(n, hv);
+    const float whole = fold[ws.R];
+    if constexpr (Columns::k16Bit) {
+      // base [rows x K] = whole * base + (weights * u)^T [rows x entries] keys [entries x K].
+      // Column n of n-tile j of a block of 64 columns is column 8 n + j there: then a lane's
+      // operands are 16-byte pieces of keys and of rows of the base.
+      bool exact_keys = w.k_dtype == TypeOf<ST>::value;
+      if constexpr (!kIsAny<KT>) exact_keys = TypeOf<KT>::value == TypeOf<ST>::value;
+      const auto u_of = [&](int e, int r) {
+        if (e >= folded || warp_row + r >= V) return 0.f;
+        const float weight = fold[e];
+        const float u =
+            one_to_float<UT>(load_one<UT>(pu, w.u_dtype, e * su + warp * 32 + r), w.u_dtype);
+        return weight == 0.f ? 0.f : weight * u;
+      };
+      const auto rows_of = [&](int e0, int m, uint32_t (&big)[4], uint32_t (&small)[4]) {
 #pragma unroll
-    for (int r = 0; r < NL; r++) {
+        for (int i = 0; i < 4; i++) {
+          const int e = e0 + 2 * quad + (i & 2) * 4, r = m * 16 + group + (i & 1) * 8;
+          const float x = u_of(e, r), y = u_of(e + 1, r);
+          big[i] = pack_pair<ST>(x, y);
+          small[i] = pack_pair<ST>(low_part<ST>(x), low_part<ST>(y));
+        }
+      };
+      uint32_t big[2][4], small[2][4];
 #pragma unroll
-      for (int j = 0; j < VPL; j++) Vec<ST>::unpack(raw[r][j], &f[r][j * E]);
+      for (int m = 0; m < 2; m++) rows_of(0, m, big[m], small[m]);
+      arrived();
+      __syncwarp();
+#pragma unroll 1
+      for (int block = 0; block < K / 64; block++) {
 #pragma unroll
-      for (int c = 0; c < C; c++) f[r][c] = whole == 0.f ? 0.f : whole * f[r][c];
-    }
-    const int64_t key = plan.row * w.sk_p + h * w.sk_h;
-    RawVec<float, E> next[VPL];
+        for (int m = 0; m < 2; m++) {
+          const int r = m * 16 + group;
+          float c[8][4];
 #pragma unroll
-    for (int j = 0; j < VPL; j++) next[j] = load_key<E>(w, key + RT::column(j, l));
-    for (int i0 = 0; i0 < plan.pending; i0 += PRE) {
-      uint32_t after[PRE];
+          for (int half = 0; half < 2; half++) {
+            float low[8], high[8];
+            Vec<ST>::unpack(chunk_at(r + 8 * half, block * 8 + 2 * quad), low);
+            Vec<ST>::unpack(chunk_at(r + 8 * half, block * 8 + 2 * quad + 1), high);
 #pragma unroll
-      for (int j = 0; j < PRE; j++) after[j] = load_u(i0 + PRE + j, plan.pending);
+            for (int j = 0; j < 8; j++) {
+              c[j][2 * half] = whole == 0.f ? 0.f : whole * low[j];
+              c[j][2 * half + 1] = whole == 0.f ? 0.f : whole * high[j];
+            }
+          }
+#pragma unroll 1
+          for (int e0 = 0; e0 < folded; e0 += 16) {
+            if (folded > 16) rows_of(e0, m, big[m], small[m]);
+            uint32_t key[4][4], rest[4][4];
 #pragma unroll
-      for (int m = 0; m < PRE; m++) {
-        const int i = i0 + m;
-        if (i < plan.pending) {
-          const float mine = weights[i].x * bits_to_float(bits[m], w.u_dtype);
-          float u[NL];
+            for (int i = 0; i < 4; i++) {
+              const int e = e0 + 2 * quad + (i & 1) + (i & 2) * 4;
+              Some<8> raw;
 #pragma unroll
-          for (int r = 0; r < NL; r++) u[r] = __shfl_sync(kFullMask, mine, group * LPR + r * LOW);
+              for (int x = 0; x < 8; x++) raw.w[x] = 0;
+              if (e < folded) {
+                raw = load_some<KT, 8>(pw, w.k_dtype, e * sk + block * 64 + group * 8);
+              }
+              if (exact_keys) {
 #pragma unroll
-          for (int j = 0; j < VPL; j++) {
-            float k[E];
-            key_to_float<E>(next[j], w.k_dtype, k);
-            if (i + 1 < plan.pending) {
-              next[j] = load_key<E>(w, key + (i + 1) * w.sk_r + RT::column(j, l));
+                for (int x = 0; x < 4; x++) {
+                  key[i][x] = raw.w[x];
+                  rest[i][x] = 0;
+                }
+              } else {
+                float f[8];
+                some_to_float<KT, 8>(raw, w.k_dtype, f);
+#pragma unroll
+                for (int x = 0; x < 4; x++) {
+                  key[i][x] = pack_pair<ST>(f[2 * x], f[2 * x + 1]);
+                  rest[i][x] = pack_pair<ST>(low_part<ST>(f[2 * x]), low_part<ST>(f[2 * x + 1]));
+                }
+              }
             }
 #pragma unroll
-            for (int r = 0; r < NL; r++) {
-#pragma unroll
-              for (int e = 0; e < E; e++) f[r][j * E + e] = __fmaf_rn(u[r], k[e], f[r][j * E + e]);
+            for (int j = 0; j < 8; j++) {
+              const unsigned pick = j & 1 ? 0x7632u : 0x5410u;
+              const uint32_t b0 = __byte_perm(key[0][j / 2], key[1][j / 2], pick);
+              const uint32_t b1 = __byte_perm(key[2][j / 2], key[3][j / 2], pick);
+              mma_16x8x16<ST>(c[j], big[m], b0, b1);
+              mma_16x8x16<ST>(c[j], small[m], b0, b1);
+              if (!exact_keys) {
+                mma_16x8x16<ST>(c[j], big[m], __byte_perm(rest[0][j / 2], rest[1][j / 2], pick),
+                                __byte_perm(rest[2][j / 2], rest[3][j / 2], pick));
+              }
             }
+          }
+#pragma unroll
+          for (int half = 0; half < 2; half++) {
+            float low[8], high[8];
+#pragma unroll
+            for (int j = 0; j < 8; j++) {
+              low[j] = c[j][2 * half];
+              high[j] = c[j][2 * half + 1];
+            }
+            chunk_at(r + 8 * half, block * 8 + 2 * quad) = Vec<ST>::pack(low);
+            chunk_at(r + 8 * half, block * 8 + 2 * quad + 1) = Vec<ST>::pack(high);
           }
         }
       }
-#pragma unroll
-      for (int j = 0; j < PRE; j++) bits[j] = after[j];
-    }
-#pragma unroll
-    for (int r = 0; r < NL; r++) {
-#pragma unroll
-      for (int j = 0; j < VPL; j++) raw[r][j] = Vec<ST>::pack(&f[r][j * E]);
-    }
-    window.clear();
-    __syncwarp();
-  }
-  if (plan.fold) {
-#pragma unroll
-    for (int r = 0; r < NL; r++) {
-      const int row = row0 + r * G + group;
-#pragma unroll
-      for (int j = 0; j < VPL; j++) {
-        if (row < V) store_state(home + row * s_v + j * LPR * E, raw[r][j]);
-      }
-    }
-  }
-  // A fresh sequence has no base; its first entry says so in the window (append_window).
-  if (plan.fresh) window.base = -INFINITY;
-
-  for (int t = 0; t < T; t++) {
-    float k[C], q[C];
-#pragma unroll
-    for (int j = 0; j < VPL; j++) {
-      raw_to_float<AT, E>(raw_k.v[j], k + j * E);
-      raw_to_float<AT, E>(raw_q.v[j], q + j * E);
-    }
-    const float v = to_float(raw_v);
-    const float4 norm = norms;
-    float g, beta;
-    compute_gates(a.gates, raw_gates, &g, &beta);
-    const float decay = window.advance(g, d0, d1, weights, lane, wide);
-    if (t + 1 < T) load_token(t + 1);
-
-    float sums[2 * NL];
-#pragma unroll
-    for (int r = 0; r < NL; r++) {
-      float x = 0.f, y = 0.f;
-#pragma unroll
-      for (int j = 0; j < VPL; j++) {
-        float f[E];
-        Vec<ST>::unpack(raw[r][j], f);
-#pragma unroll
-        for (int e = 0; e < E; e++) {
-          x = __fmaf_rn(f[e], k[j * E + e], x);
-          y = __fmaf_rn(f[e], q[j * E + e], y);
+      __syncwarp();
+#pragma unroll 4
+      for (int i = 0; i < CH; i++) {
+        const int r = (i * 32 + lane) / CH, c = (i * 32 + lane) % CH;
+        if (warp_row + r < V) {
+          store_state(home + (warp_row + r) * a.state.s_v + c * E, chunk_at(r, c));
         }
       }
-      sums[r] = x;
-      sums[NL + r] = y;
-    }
-    const float total = transpose_sum<2 * NL, LPR>(sums, lane);
-    const float other = __shfl_xor_sync(kFullMask, total, LPR / 2);
-    const bool upper = l >= LPR / 2;
-
-    float p = 0.f, o = 0.f;
-    for (int i = rep; i < window.count; i += PRE * REP) {
-      if (t > 0 || i > rep) {
+    } else {
+      // Eight entries at a time: a lane keeps their keys at its columns and walks down the rows.
+      constexpr int STEP = 8;
+      float* const mine = reinterpret_cast<float*>(products) + warp * 32 * STEP;
+      for (int e0 = 0; e0 < folded; e0 += STEP) {
+        __syncwarp();
+        float x[STEP];
 #pragma unroll
-        for (int j = 0; j < PRE; j++) bits[j] = load_u(i + j * REP, window.count);
-      }
+        for (int i = 0; i < STEP; i++) {
+          const int e = e0 + i;
+          x[i] = 0.f;
+          if (e < folded && live) {
+            const float weight = fold[e];
+            const float u = one_to_float<UT>(load_one<UT>(pu, w.u_dtype, e * su + tid), w.u_dtype);
+            x[i] = weight == 0.f ? 0.f : weight * u;
+          }
+        }
+        float4* const to = reinterpret_cast<float4*>(mine + lane * STEP);
+        to[0] = make_float4(x[0], x[1], x[2], x[3]);
+        to[1] = make_float4(x[4], x[5], x[6], x[7]);
+        const bool final = e0 + STEP >= folded;
+        const float keep = e0 == 0 ? whole : 1.f;
+#pragma unroll 1
+        for (int c0 = 0; c0 < CH; c0 += 32) {
+          const int c = c0 + (CH < 32 ? lane % CH : lane);
+          constexpr int ROWS = CH < 32 ? 32 / CH : 1;  // rows that the warp takes at once
+          float k[STEP][E];
 #pragma unroll
-      for (int j = 0; j < PRE; j++) {
-        const int e = i + j * REP;
-        if (e < window.count) {
-          const float u = bits_to_float(bits[j], w.u_dtype);
-          const float2 c = weights[e];
-          p = __fmaf_rn(c.x, u, p);
-          o = __fmaf_rn(c.y, u, o);
+          for (int i = 0; i < STEP; i++) {
+            // Past the last entry any finite key does, as its factor is zero.
+            const int e = e0 + i < folded ? e0 + i : folded - 1;
+            some_to_float<KT, E>(load_some<KT, E>(pw, w.k_dtype, e * sk + c * E), w.k_dtype, k[i]);
+          }
+          arrived();
+          __syncwarp();
+          ST* to_row = home + (warp_row + lane / (CH < 32 ? CH : 32)) * a.state.s_v + c * E;
+          const int64_t step = ROWS * a.state.s_v;
+#pragma unroll 4
+          for (int r0 = 0; r0 < 32; r0 += ROWS) {
+            const int r = r0 + (CH < 32 ? lane / CH : 0);
+            float f[E];
+            Vec<ST>::unpack(chunk_at(r, c), f);
+            const float4 u0 = *reinterpret_cast<const float4*>(mine + r * STEP);
+            const float4 u1 = *reinterpret_cast<const float4*>(mine + r * STEP + 4);
+#pragma unroll
+            for (int j = 0; j < E; j++) {
+              float y = keep == 0.f ? 0.f : keep * f[j];
+              y = __fmaf_rn(u0.x, k[0][j], y);
+              y = __fmaf_rn(u0.y, k[1][j], y);
+              y = __fmaf_rn(u0.z, k[2][j], y);
+              y = __fmaf_rn(u0.w, k[3][j], y);
+              y = __fmaf_rn(u1.x, k[4][j], y);
+              y = __fmaf_rn(u1.y, k[5][j], y);
+              y = __fmaf_rn(u1.z, k[6][j], y);
+              f[j] = __fmaf_rn(u1.w, k[7][j], y);
+            }
+            const uint4 packed = Vec<ST>::pack(f);
+            chunk_at(r, c) = packed;
+            if (final && warp_row + r < V) store_state(to_row, packed);
+            to_row += step;
+          }
         }
       }
     }
-#pragma unroll
-    for (int m = 1; m < LOW; m <<= 1) {
-      p += __shfl_xor_sync(kFullMask, p, m);
-      o += __shfl_xor_sync(kFullMask, o, m);
-    }
-    p += __shfl_xor_sync(kFullMask, p, LPR / 2);
-    o += __shfl_xor_sync(kFullMask, o, LPR / 2);
-    if (decay != 0.f) {  // a base of weight zero is skipped, whatever it holds
-      p = __fmaf_rn(decay * norm.x, upper ? other : total, p);
-      o = __fmaf_rn(decay * norm.y, upper ? total : other, o);
-    }
-    const float u = beta * (v - p);
-    o = a.scale * __fmaf_rn(norm.z, u, o);
-    if (writer) {
-      store_as(w.u, w.u_dtype, u_row + window.count * w.su_r, u);
-      store_as(a.out.ptr, a.out.dtype, offset_of(a.out, b, plan.start + t, hv) + my_row * a.out.sd,
-               o);
-    }
-    window.count++;
-    // The entry just written is read by the other lanes of its row at the next token.
-    __syncwarp();
   }
-}
 
-// After the kernels above, which only read them: keys, log decays and fill counts.
-// blockIdx.x = sequence.
-template <class AT>
-__global__ void __launch_bounds__(256)
-    append_window(const __grid_constant__ RecurrentArgs a,
-                  const __grid_constant__ WindowWorkspace ws, int64_t first) {
-  const int64_t n = first + blockIdx.x;
-  wait_for_previous_kernel();
-  const WindowPlan plan = ws.plans[n];
-  let_next_kernel_start();
-  if (plan.row < 0 || (plan.tokens == 0 && !plan.fold)) return;
-  const Window& w = a.window;
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, warps = blockDim.x >> 5;
-  const int slot = plan.slot(), K = static_cast<int>(a.K), H = static_cast<int>(a.H);
-  const int64_t b = a.seqs.cu_seqlens.ptr ? 0 : n;
-  if (threadIdx.x == 0) {
-    const int drafts = plan.tokens > 0 ? plan.tokens - 1 : 0;
-    w.fill[plan.row * w.s_fill] = pack_fill({slot + plan.tokens, drafts, 0});
-  }
-  for (int i = warp; i < plan.tokens * H; i += warps) {
-    const int t = i / H, h = i - t * H;
-    const AT* const pk = static_cast<const AT*>(a.k.ptr) + offset_of(a.k, b, plan.start + t, h);
-    const float r = *ws.at(n, H, h, t);
-    const int64_t to = plan.row * w.sk_p + h * w.sk_h + (slot + t) * w.sk_r;
-    for (int c = lane; c < K; c += 32) {
-      store_as(w.k, w.k_dtype, to + c, to_float(pk[c * a.k.sd]) * r);
+  for (int t0 = 0; t0 < (TG == 1 ? (T > 0 ? 1 : 0) : T); t0 += TG) {
+    const int tokens = TG == 1 ? 1 : T - t0 < TG ? T - t0 : TG;
+    uint32_t raw_v[TG], raw_u[PRE];
+#pragma unroll
+    for (int t = 0; t < TG; t++) {
+      const int token = t0 + (t < tokens ? t : 0);
+      raw_v[t] = live ? load_one<AT>(pv, at, token * v_st + tid * v_sd) : 0;
+    }
+    // Entries past the last are read as the last: never used, and no predicate a load.
+    const auto load_four = [&](int e0, int to) {
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const int e = e0 + i < count ? e0 + i : count - 1;
+        raw_u[to + i] = load_one<UT>(pu, w.u_dtype, e * su + (live ? tid : 0));
+      }
+    };
+#pragma unroll
+    for (int e = 0; e < PRE; e += 4) {
+      if (e < count) load_four(e, e);
+    }
+    arrived();
+    __syncthreads();
+    // What append_entries overwrites has been read: keys and counts by prepare_window and by folds.
+    if (grid.blocks > 0 && tid == 0 && t0 + TG >= T) last = arrive_last(a, plan, grid.blocks);
+
+    float p[TG], o[TG], x[TG], y[TG];
+#pragma unroll
+    for (int t = 0; t < TG; t++) p[t] = o[t] = x[t] = y[t] = 0.f;
+    if (!plan.fresh) {
+      // Rows 16 m + group and 8 below, columns k and q of token `quad`, in two parts.
+      const auto keep_products = [&](int m, const float (&c)[4], const float (&d)[4]) {
+        if (quad < TG) {
+          float2* const to = products + (warp * 32 + m * 16 + group) * TG + quad;
+          to[0] = make_float2(c[0] + d[0], c[1] + d[1]);
+          to[8 * TG] = make_float2(c[2] + d[2], c[3] + d[3]);
+        }
+      };
+      if constexpr (Columns::k16Bit) {
+        const ST* const column = reinterpret_cast<const ST*>(columns) +
+                                 (group < NV ? group : 0) * Columns::kPitch + 2 * quad;
+#pragma unroll
+        for (int m = 0; m < 2; m++) {
+          float c[4] = {0.f, 0.f, 0.f, 0.f}, d[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+          for (int s = 0; s < K / 16; s++) {
+            uint32_t rows[4];
+            load_matrices(rows,
+                          shared_address(&chunk_at(m * 16 + (lane & 15), 2 * s + (lane >> 4))));
+            const auto word = [&](int offset) {
+              return *reinterpret_cast<const uint32_t*>(column + 16 * s + offset);
+            };
+            constexpr int low = NV * Columns::kPitch;
+            mma_16x8x16<ST>(c, rows, word(0), word(8));
+            mma_16x8x16<ST>(d, rows, word(low), word(low + 8));
+          }
+          keep_products(m, c, d);
+        }
+      } else if constexpr (Columns::kMma) {
+        // Contracted column t of step (s, e) is column 32 s + 8 t + e, t + 4 the one four further:
+        // then a lane's operands are 16-byte pieces.
+        const float* const column =
+            reinterpret_cast<const float*>(columns) + (group < NV ? group : 0) * Columns::kPitch;
+        float c[2][4] = {}, d[2][4] = {};
+#pragma unroll 2
+        for (int s = 0; s < K / 32; s++) {
+          float b0[4], b1[4], rows[2][4][4];
+          Vec<float>::unpack(*reinterpret_cast<const uint4*>(column + 32 * s + 8 * quad), b0);
+          Vec<float>::unpack(*reinterpret_cast<const uint4*>(column + 32 * s + 8 * quad + 4), b1);
+#pragma unroll
+          for (int m = 0; m < 2; m++) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+              const int row = m * 16 + group + (i & 1) * 8;
+              Vec<float>::unpack(chunk_at(row, 8 * s + 2 * quad + i / 2), rows[m][i]);
+            }
+          }
+#pragma unroll
+          for (int e = 0; e < 4; e++) {
+            const float rest0 = tf32_rest(b0[e]), rest1 = tf32_rest(b1[e]);
+#pragma unroll
+            for (int m = 0; m < 2; m++) {
+              float big[4], small[4];
+#pragma unroll
+              for (int i = 0; i < 4; i++) {
+                big[i] = rows[m][i][e];
+                small[i] = tf32_rest(big[i]);
+              }
+              mma_16x8x8(c[m], big, b0[e], b1[e]);
+              mma_16x8x8(d[m], small, b0[e], b1[e]);
+              mma_16x8x8(d[m], big, rest0, rest1);
+            }
+          }
+        }
+#pragma unroll
+        for (int m = 0; m < 2; m++) keep_products(m, c[m], d[m]);
+      }
+      if constexpr (Columns::kMma) {
+        __syncwarp();
+#pragma unroll
+        for (int t = 0; t < TG; t++) {
+          const float2 both = products[tid * TG + t];
+          x[t] = both.x;
+          y[t] = both.y;
+        }
+      } else {
+        float sums[4] = {0.f, 0.f, 0.f, 0.f};
+        const float4* const column = reinterpret_cast<const float4*>(columns);
+#pragma unroll 8
+        for (int c = 0; c < CH; c++) {
+          float f[4];
+          Vec<float>::unpack(chunk_at(lane, c), f);
+          const float4 k = column[2 * c], q = column[2 * c + 1];
+          sums[0] = __fmaf_rn(f[1], k.y, __fmaf_rn(f[0], k.x, sums[0]));
+          sums[1] = __fmaf_rn(f[3], k.w, __fmaf_rn(f[2], k.z, sums[1]));
+          sums[2] = __fmaf_rn(f[1], q.y, __fmaf_rn(f[0], q.x, sums[2]));
+          sums[3] = __fmaf_rn(f[3], q.w, __fmaf_rn(f[2], q.z, sums[3]));
+        }
+        x[0] = sums[0] + sums[1];
+        y[0] = sums[2] + sums[3];
+      }
+    }
+    const auto add_entry = [&](int e, float u, int from) {
+#pragma unroll
+      for (int t = 0; t < TG; t++) {
+        if (t >= from) {
+          const float2 c = weights[e * TG + t];
+          if (c.x != 0.f) p[t] = __fmaf_rn(c.x, u, p[t]);
+          if (c.y != 0.f) o[t] = __fmaf_rn(c.y, u, o[t]);
+        }
+      }
+    };
+#pragma unroll 1
+    for (int e0 = 0; e0 < count; e0 += PRE) {
+#pragma unroll
+      for (int i = 0; i < PRE; i += 4) {
+        if (e0 + i < count) {
+          if (e0 > 0) load_four(e0 + i, i);
+#pragma unroll
+          for (int j = i; j < i + 4; j++) {
+            if (e0 + j < count) add_entry(e0 + j, one_to_float<UT>(raw_u[j], w.u_dtype), 0);
+          }
+        }
+      }
+    }
+    float out[TG];
+#pragma unroll
+    for (int t = 0; t < TG; t++) {
+      out[t] = 0.f;
+      if (t < tokens) {
+        const float4 token = record[t];
+        // A base of weight zero is skipped, whatever it holds.
+        if (token.x != 0.f) p[t] = __fmaf_rn(token.x, x[t], p[t]);
+        if (token.y != 0.f) o[t] = __fmaf_rn(token.y, y[t], o[t]);
+        const float u = token.w * (one_to_float<AT>(raw_v[t], at) - p[t]);
+        out[t] = a.scale * __fmaf_rn(token.z, u, o[t]);
+        if (live) {
+          store_one<UT>(pu, w.u_dtype, (count + t) * su + tid, u);
+          if (!grid.norm.on) store_one<AT>(po, at, (t0 + t) * o_st + tid * o_sd, out[t]);
+        }
+        if (t + 1 < TG && t + 1 < tokens) {
+          add_entry(count + t, round_one<UT>(w.u_dtype, u), t + 1);
+        }
+      }
+    }
+    if (grid.norm.on) {
+      const int64_t token = plan.start + t0;
+      norm_tail<TG, WARPS>(grid.norm, out, tokens, b, token, hv, tid, live, V, a.out.dtype, parts);
+    }
+    count += tokens;
+    if (t0 + TG < T) {
+      __syncthreads();
+      copy_prepared(t0 + TG);
     }
   }
-  const int HV = static_cast<int>(a.HV);
-  for (int i = threadIdx.x; i < plan.tokens * HV; i += blockDim.x) {
-    const int t = i / HV, hv = i - t * HV;
-    float g, beta;
-    compute_gates(a.gates, load_gates(a.gates, b, plan.start + t, hv), &g, &beta);
-    w.g[plan.row * w.sg_p + hv * w.sg_h + (slot + t) * w.sg_r] =
-        plan.fresh && t == 0 ? -INFINITY : g;
+
+  if (grid.blocks > 0) {
+    if (T == 0) {
+      __syncthreads();
+      if (tid == 0) last = arrive_last(a, plan, grid.blocks);
+    }
+    if (tid == 0) last_block = last;
+    __syncthreads();
+    if (last_block) append_entries(a, plan, n);
   }
 }
 

@@ -3,8 +3,8 @@
 namespace gdn {
 namespace cuda {
 
-cudaError_t buffered_bf16(const RecurrentArgs& a, void* memory, bool flush, cudaStream_t stream) {
-  return launch_buffered<bf16>(a, memory, flush, stream);
+cudaError_t buffered_bf16(const RecurrentArgs& a, const WindowCall& call, cudaStream_t stream) {
+  return launch_buffered<bf16>(a, call, stream);
 }
 
 }  // namespace cuda

@@ -3,8 +3,8 @@
 namespace gdn {
 namespace cuda {
 
-cudaError_t buffered_f32(const RecurrentArgs& a, void* memory, bool flush, cudaStream_t stream) {
-  return launch_buffered<float>(a, memory, flush, stream);
+cudaError_t buffered_f32(const RecurrentArgs& a, const WindowCall& call, cudaStream_t stream) {
+  return launch_buffered<float>(a, call, stream);
 }
 
 }  // namespace cuda

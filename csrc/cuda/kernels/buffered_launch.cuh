@@ -1,7 +1,9 @@
-// Launches of the buffered recurrence for one state dtype; one file a dtype, as
-// recurrent_launch.cuh.
+// Launches of the buffered kernels for one state dtype; one file a dtype, as recurrent_launch.cuh.
 #pragma once
 
+#include <type_traits>
+
+#include "append.cuh"
 #include "buffered.cuh"
 #include "launch.h"
 #include "select.h"
@@ -9,93 +11,99 @@
 namespace gdn {
 namespace cuda {
 
-inline WindowWorkspace workspace_of(const RecurrentArgs& a, void* memory) {
+template <class ST, int K, int TG>
+WindowWorkspace workspace_of(const RecurrentArgs& a, void* memory) {
   WindowWorkspace ws;
-  ws.plans = static_cast<WindowPlan*>(memory);
-  ws.data = reinterpret_cast<float*>(static_cast<char*>(memory) + a.seqs.N * sizeof(WindowPlan));
+  const int64_t N = a.seqs.N, most = a.seqs.T < a.window.R ? a.seqs.T : a.window.R;
   ws.R = static_cast<int>(a.window.R);
-  const int64_t most = a.seqs.T < a.window.R ? a.seqs.T : a.window.R;
-  ws.tokens = static_cast<int>(most < 1 ? 1 : most);
+  ws.H = static_cast<int>(a.H);
+  ws.HV = static_cast<int>(a.HV);
+  ws.groups = static_cast<int>(most < 1 ? 1 : (most + TG - 1) / TG);
+  ws.column = WindowColumns<ST, K, TG>::kFloats;
+  ws.record = record_floats(ws.R, TG);
+  ws.fold = (ws.R + 4) / 4 * 4;
+  ws.plans = static_cast<WindowPlan*>(memory);
+  ws.columns = reinterpret_cast<float*>(ws.plans + N);
+  ws.records = ws.columns + N * ws.H * ws.groups * ws.column;
+  ws.folds = ws.records + N * ws.HV * ws.groups * ws.record;
   return ws;
 }
 
-template <class ST, class AT, int K, int RPW, int LANES, int WARPS, int MIN_BLOCKS>
-cudaError_t launch_buffered_rows(const RecurrentArgs& a, const WindowWorkspace& ws,
+template <class ST, class AT, class KT, class UT, int K, int VB, int TG, int MIN_BLOCKS>
+cudaError_t launch_buffered_rows(const RecurrentArgs& a, const WindowCall& call,
                                  cudaStream_t stream) {
-  constexpr int rows = RPW * WARPS;
+  const WindowWorkspace ws = workspace_of<ST, K, TG>(a, call.workspace);
+  const auto kernel = buffered_rows<ST, AT, KT, UT, K, VB, TG, MIN_BLOCKS>;
+  const int shared = BufferedShared<ST, K, VB, TG>::bytes(ws.R);
+  cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+  if (error == cudaSuccess) {
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                 cudaSharedmemCarveoutMaxShared);
+  }
   BufferedGrid grid;
-  grid.row_blocks = FastDiv(static_cast<uint32_t>((a.V + rows - 1) / rows));
+  grid.row_blocks = FastDiv(static_cast<uint32_t>((a.V + VB - 1) / VB));
   grid.ratio = FastDiv(static_cast<uint32_t>(a.HV / a.H));
-  for (; grid.first < a.seqs.N; grid.first += kMaxGridY) {
+  grid.flush = call.flush;
+  grid.norm = call.norm;
+  const int64_t blocks = a.HV * grid.row_blocks.divisor;
+  grid.blocks = countable_blocks(blocks);
+  for (; error == cudaSuccess && grid.first < a.seqs.N; grid.first += kMaxGridY) {
     const int64_t count = a.seqs.N - grid.first < kMaxGridY ? a.seqs.N - grid.first : kMaxGridY;
-    const cudaError_t error = launch(
-        buffered_rows<ST, AT, K, RPW, LANES, WARPS, MIN_BLOCKS>,
-        dim3(static_cast<unsigned>(a.HV) * grid.row_blocks.divisor, static_cast<unsigned>(count)),
-        dim3(WARPS * 32), 0, stream, a, grid, ws);
-    if (error != cudaSuccess) return error;
+    error = launch(prepare_window<ST, AT, KT, K, TG>,
+                   dim3(static_cast<unsigned>(a.H), static_cast<unsigned>(count)), dim3(32), 0,
+                   stream, a, ws, grid.first, call.flush, call.early);
+    if (error != cudaSuccess) break;
+    error = launch(kernel, dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(count)),
+                   dim3(VB), shared, stream, a, grid, ws);
   }
-  return cudaSuccess;
+  if (error == cudaSuccess && grid.blocks == 0) error = launch_append(a, call.flush, stream);
+  return error;
 }
 
-template <class ST, class AT, int K>
-cudaError_t launch_buffered_k(const RecurrentArgs& a, const WindowWorkspace& ws, bool flush,
-                              cudaStream_t stream) {
-  for (int64_t first = 0; first < a.seqs.N; first += kMaxGridY) {
-    const int64_t count = a.seqs.N - first < kMaxGridY ? a.seqs.N - first : kMaxGridY;
-    const cudaError_t error =
-        launch(prepare_window<AT>,
-               dim3(flush ? 1u : static_cast<unsigned>(a.H), static_cast<unsigned>(count)),
-               dim3(128), 0, stream, a, ws, first, flush);
-    if (error != cudaSuccess) return error;
-  }
-  cudaError_t error;
-  if constexpr (sizeof(ST) == 4) {
-    constexpr int lanes = K == 256 ? 32 : 16;
-    error = launch_buffered_rows<ST, AT, K, K == 256 ? 8 : 16, lanes, 2, 6>(a, ws, stream);
-  } else {
-    constexpr int lanes = K == 64 ? 8 : 16;
-    error = launch_buffered_rows<ST, AT, K, 16, lanes, 1, K == 256 ? 8 : 16>(a, ws, stream);
-  }
-  if (error != cudaSuccess) return error;
-  constexpr int64_t kMaxGridX = 2147483647;
-  for (int64_t first = 0; first < a.seqs.N; first += kMaxGridX) {
-    const int64_t count = a.seqs.N - first < kMaxGridX ? a.seqs.N - first : kMaxGridX;
-    error = launch(append_window<AT>, dim3(static_cast<unsigned>(count)), dim3(256), 0, stream, a,
-                   ws, first);
-    if (error != cudaSuccess) return error;
-  }
-  return cudaSuccess;
+template <class ST, class AT, class KT, class UT, int K>
+cudaError_t launch_buffered_k(const RecurrentArgs& a, const WindowCall& call, cudaStream_t stream) {
+  const bool one = call.flush || (!a.seqs.cu_seqlens.ptr && a.seqs.T == 1);
+  constexpr int rows = K == 256 ? 64 : 128;
+  constexpr int blocks = sizeof(ST) == 4 ? 3 : 6;
+  return one ? launch_buffered_rows<ST, AT, KT, UT, K, rows, 1, blocks>(a, call, stream)
+             : launch_buffered_rows<ST, AT, KT, UT, K, rows, 4, blocks == 6 ? 5 : 3>(a, call,
+                                                                                     stream);
 }
 
-template <class ST, class AT>
-cudaError_t launch_buffered_activation(const RecurrentArgs& a, const WindowWorkspace& ws,
-                                       bool flush, cudaStream_t stream) {
-  switch (a.K) {
-    case 64:
-      return launch_buffered_k<ST, AT, 64>(a, ws, flush, stream);
-    case 128:
-      return launch_buffered_k<ST, AT, 128>(a, ws, flush, stream);
-    default:
-      return launch_buffered_k<ST, AT, 256>(a, ws, flush, stream);
-  }
+// The usual dtypes have kernels of their own, in a file of their own; the others find out as they
+// go: bf16 activations and keys, updates of the state's dtype, all f32 beside a f32 state.
+template <class ST>
+using UsualKey = std::conditional_t<sizeof(ST) == 4, float, bf16>;
+template <class T>
+bool is_type(DType d) {
+  return TypeOf<T>::value == d;
 }
+template <class ST>
+bool usual_dtypes(const RecurrentArgs& a) {
+  return is_type<bf16>(a.q.dtype) && is_type<UsualKey<ST>>(a.window.k_dtype) &&
+         is_type<ST>(a.window.u_dtype);
+}
+template <class ST>
+cudaError_t buffered_usual(const RecurrentArgs& a, const WindowCall& call, cudaStream_t stream);
 
 template <class ST>
-cudaError_t launch_buffered(const RecurrentArgs& a, void* memory, bool flush, cudaStream_t stream) {
-  const WindowWorkspace ws = workspace_of(a, memory);
-  switch (a.q.dtype) {
-    case DType::f32:
-      return launch_buffered_activation<ST, float>(a, ws, flush, stream);
-    case DType::bf16:
-      return launch_buffered_activation<ST, bf16>(a, ws, flush, stream);
+cudaError_t launch_buffered(const RecurrentArgs& a, const WindowCall& call, cudaStream_t stream) {
+  if (a.K == 128 && !call.flush && usual_dtypes<ST>(a)) return buffered_usual<ST>(a, call, stream);
+  switch (a.K) {
+    case 64:
+      return launch_buffered_k<ST, Any, Any, Any, 64>(a, call, stream);
+    case 128:
+      return launch_buffered_k<ST, Any, Any, Any, 128>(a, call, stream);
     default:
-      return launch_buffered_activation<ST, f16>(a, ws, flush, stream);
+      return launch_buffered_k<ST, Any, Any, Any, 256>(a, call, stream);
   }
 }
 
-cudaError_t buffered_f32(const RecurrentArgs& a, void* memory, bool flush, cudaStream_t stream);
-cudaError_t buffered_bf16(const RecurrentArgs& a, void* memory, bool flush, cudaStream_t stream);
-cudaError_t buffered_f16(const RecurrentArgs& a, void* memory, bool flush, cudaStream_t stream);
+cudaError_t buffered_f32(const RecurrentArgs& a, const WindowCall& call, cudaStream_t stream);
+cudaError_t buffered_bf16(const RecurrentArgs& a, const WindowCall& call, cudaStream_t stream);
+cudaError_t buffered_f16(const RecurrentArgs& a, const WindowCall& call, cudaStream_t stream);
+cudaError_t lowrank(const RecurrentArgs& a, const WindowCall& call, cudaStream_t stream);
 
 }  // namespace cuda
 }  // namespace gdn

@@ -13,14 +13,34 @@
 namespace gdn {
 namespace cuda {
 
-cudaError_t recurrent(const RecurrentArgs& a, cudaStream_t stream);
+// `early`: the kernel before this one, ours, writes neither state nor indices, so both may be read
+// while it still runs.
+cudaError_t recurrent(const RecurrentArgs& a, cudaStream_t stream, bool early = false);
 
-// Null, or what these kernels cannot take (shown to the user).
-const char* buffered_refusal(const RecurrentArgs& a);
-// Device bytes of scratch for a call of recurrent_buffered or window_flush, 16-byte aligned.
-size_t buffered_workspace(const RecurrentArgs& a);
-cudaError_t recurrent_buffered(const RecurrentArgs& a, void* workspace, cudaStream_t stream);
-cudaError_t window_flush(const RecurrentArgs& a, void* workspace, cudaStream_t stream);
+// The gated norm of the layer, where the block that owns a head takes it on.
+struct NormTail {
+  bool on = false;
+  View z, y;
+  Param weight;
+  float eps = 0.f;
+};
+
+// What a call of the window kernels may ask for beside its arguments.
+struct WindowCall {
+  bool flush = false;
+  bool early = false;         // as in recurrent
+  void* workspace = nullptr;  // window_workspace bytes, 16-byte aligned
+  NormTail norm;              // only where V fits a block, norm_fits
+};
+
+// Null, or what these kernels cannot take (shown to the user). `a.state.ptr` null: low-rank.
+const char* window_refusal(const RecurrentArgs& a);
+size_t window_workspace(const RecurrentArgs& a);
+// Whether one block owns all rows of a head.
+inline bool norm_fits(const RecurrentArgs& a) {
+  return a.V <= (a.K == 256 && a.state.ptr ? 64 : 128);
+}
+cudaError_t recurrent_window(const RecurrentArgs& a, const WindowCall& call, cudaStream_t stream);
 cudaError_t window_reset(const RecurrentArgs& a, cudaStream_t stream);
 
 // Chunked prefill, both forms: into `a.write`, or, where `a.window.fill` is set, into the window.

@@ -90,7 +90,15 @@ template <class XT, class GT, int PER_LANE>
 __global__ void __launch_bounds__(128)
     norm_heads(const __grid_constant__ NormArgs a, const __grid_constant__ View gate, int HV, int T,
                int64_t tokens) {
-  const int hv = blockIdx.x * 4 + (threadIdx.x >> 5);
+  const int hv = blockIdx.x * 4 + (threadIdx.x >> 5), lane = threadIdx.x & 31;
+  // The gate is older than the kernel before this one: it may be on its way already.
+  if (hv < HV && blockIdx.y < tokens) {
+    const int64_t token = blockIdx.y, b = T == 1 ? token : token / T, t = token - b * T;
+    const GT* const z = static_cast<const GT*>(gate.ptr) + offset_of(gate, b, t, hv);
+    for (int c = lane * 128 / static_cast<int>(sizeof(GT)); c < a.V; c += 32 * 128) {
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(z + c * gate.sd));
+    }
+  }
   wait_for_previous_kernel();
   let_next_kernel_start();
   if (hv >= HV) return;
@@ -99,7 +107,7 @@ __global__ void __launch_bounds__(128)
     const int64_t row = (token * HV + hv) * a.V;
     norm_row<XT, GT, PER_LANE, true>(a, static_cast<const XT*>(a.x) + row,
                                      static_cast<const GT*>(gate.ptr) + offset_of(gate, b, t, hv),
-                                     static_cast<XT*>(a.y) + row, threadIdx.x & 31);
+                                     static_cast<XT*>(a.y) + row, lane);
   }
 }
 

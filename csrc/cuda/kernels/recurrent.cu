@@ -36,16 +36,16 @@ cudaError_t launch_any(const RecurrentArgs& a, cudaStream_t stream) {
 
 }  // namespace
 
-cudaError_t recurrent(const RecurrentArgs& a, cudaStream_t stream) {
+cudaError_t recurrent(const RecurrentArgs& a, cudaStream_t stream, bool early) {
   if (a.seqs.N == 0 || a.V == 0) return cudaSuccess;
   if (!rows_can(a)) return launch_any(a, stream);
   switch (a.state.dtype) {
     case DType::f32:
-      return recurrent_f32(a, stream);
+      return recurrent_f32(a, early, stream);
     case DType::bf16:
-      return recurrent_bf16(a, stream);
+      return recurrent_bf16(a, early, stream);
     default:
-      return recurrent_f16(a, stream);
+      return recurrent_f16(a, early, stream);
   }
 }
 

@@ -3,8 +3,8 @@
 namespace gdn {
 namespace cuda {
 
-cudaError_t recurrent_bf16(const RecurrentArgs& a, cudaStream_t stream) {
-  return launch_state<bf16>(a, stream);
+cudaError_t recurrent_bf16(const RecurrentArgs& a, bool early, cudaStream_t stream) {
+  return launch_state<bf16>(a, early, stream);
 }
 
 }  // namespace cuda

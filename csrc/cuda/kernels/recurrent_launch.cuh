@@ -10,9 +10,10 @@ namespace gdn {
 namespace cuda {
 
 template <class ST, class AT, int K, int RPW, int LANES, int WARPS, int MIN_BLOCKS, bool ONE>
-cudaError_t launch_rows(const RecurrentArgs& a, cudaStream_t stream) {
+cudaError_t launch_rows(const RecurrentArgs& a, bool early, cudaStream_t stream) {
   constexpr int rows = RPW * WARPS;
   RowsGrid grid;
+  grid.early = early;
   grid.row_blocks = FastDiv(static_cast<uint32_t>((a.V + rows - 1) / rows));
   grid.ratio = FastDiv(static_cast<uint32_t>(a.HV / a.H));
   for (; grid.first < a.seqs.N; grid.first += kMaxGridY) {
@@ -30,49 +31,49 @@ cudaError_t launch_rows(const RecurrentArgs& a, cudaStream_t stream) {
 // depends on the batch, changes no bit of a result. docs/cuda.md has the measurements behind the
 // tiles.
 template <class ST, class AT, int K>
-cudaError_t launch_k(const RecurrentArgs& a, cudaStream_t stream) {
+cudaError_t launch_k(const RecurrentArgs& a, bool early, cudaStream_t stream) {
   const bool one = !a.seqs.cu_seqlens.ptr && a.seqs.T == 1 && a.seqs.S == 0;
   if constexpr (sizeof(ST) == 4) {
     constexpr int lanes = K == 256 ? 32 : 16;
-    return one ? launch_rows<ST, AT, K, 4, lanes, 2, 16, true>(a, stream)
-               : launch_rows<ST, AT, K, 4, lanes, 2, 12, false>(a, stream);
+    return one ? launch_rows<ST, AT, K, 4, lanes, 2, 16, true>(a, early, stream)
+               : launch_rows<ST, AT, K, 4, lanes, 2, 12, false>(a, early, stream);
   } else {
     constexpr int lanes = K == 256 ? 16 : 8;
-    if (!one) return launch_rows<ST, AT, K, K == 256 ? 4 : 8, lanes, 2, 8, false>(a, stream);
+    if (!one) return launch_rows<ST, AT, K, K == 256 ? 4 : 8, lanes, 2, 8, false>(a, early, stream);
     // Large batches run best on tiles that amortise the work of a warp, small ones on many warps.
     const bool large = a.seqs.N * a.HV * a.V * a.K >= (int64_t{1} << 22);
-    return large ? launch_rows<ST, AT, K, K == 256 ? 8 : 16, lanes, 1, 16, true>(a, stream)
-                 : launch_rows<ST, AT, K, 4, lanes, 2, 16, true>(a, stream);
+    return large ? launch_rows<ST, AT, K, K == 256 ? 8 : 16, lanes, 1, 16, true>(a, early, stream)
+                 : launch_rows<ST, AT, K, 4, lanes, 2, 16, true>(a, early, stream);
   }
 }
 
 template <class ST, class AT>
-cudaError_t launch_activation(const RecurrentArgs& a, cudaStream_t stream) {
+cudaError_t launch_activation(const RecurrentArgs& a, bool early, cudaStream_t stream) {
   switch (a.K) {
     case 64:
-      return launch_k<ST, AT, 64>(a, stream);
+      return launch_k<ST, AT, 64>(a, early, stream);
     case 128:
-      return launch_k<ST, AT, 128>(a, stream);
+      return launch_k<ST, AT, 128>(a, early, stream);
     default:
-      return launch_k<ST, AT, 256>(a, stream);
+      return launch_k<ST, AT, 256>(a, early, stream);
   }
 }
 
 template <class ST>
-cudaError_t launch_state(const RecurrentArgs& a, cudaStream_t stream) {
+cudaError_t launch_state(const RecurrentArgs& a, bool early, cudaStream_t stream) {
   switch (a.q.dtype) {
     case DType::f32:
-      return launch_activation<ST, float>(a, stream);
+      return launch_activation<ST, float>(a, early, stream);
     case DType::bf16:
-      return launch_activation<ST, bf16>(a, stream);
+      return launch_activation<ST, bf16>(a, early, stream);
     default:
-      return launch_activation<ST, f16>(a, stream);
+      return launch_activation<ST, f16>(a, early, stream);
   }
 }
 
-cudaError_t recurrent_f32(const RecurrentArgs& a, cudaStream_t stream);
-cudaError_t recurrent_bf16(const RecurrentArgs& a, cudaStream_t stream);
-cudaError_t recurrent_f16(const RecurrentArgs& a, cudaStream_t stream);
+cudaError_t recurrent_f32(const RecurrentArgs& a, bool early, cudaStream_t stream);
+cudaError_t recurrent_bf16(const RecurrentArgs& a, bool early, cudaStream_t stream);
+cudaError_t recurrent_f16(const RecurrentArgs& a, bool early, cudaStream_t stream);
 
 }  // namespace cuda
 }  // namespace gdn

@@ -9,6 +9,7 @@ namespace cuda {
 struct RowsGrid {
   int64_t first = 0;  // sequence of blockIdx.y == 0
   FastDiv row_blocks, ratio;
+  bool early = false;  // state and indices before the wait
 };
 
 // blockIdx.x = head * row_blocks + row block, blockIdx.y = sequence.
@@ -28,7 +29,7 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS)
   const int my_row = row0 + RT::own_row(l, group);
   const bool writer = RT::owner(l) && my_row < V;
 
-  wait_for_previous_kernel();
+  if (!grid.early) wait_for_previous_kernel();
   Sequence s;
   if constexpr (ONE) {
     s.b = n;
@@ -39,9 +40,10 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS)
   } else {
     s = device_sequence(a.seqs, n);
   }
-  let_next_kernel_start();
   AT* const out = static_cast<AT*>(a.out.ptr) + s.b * a.out.sb + hv * a.out.sh + my_row * a.out.sd;
   if (s.row < 0) {
+    if (grid.early) wait_for_previous_kernel();
+    let_next_kernel_start();
     for (int64_t t = s.start; writer && t < s.end; t++) out[t * a.out.st] = from_float<AT>(0.f);
     return;
   }
@@ -74,6 +76,8 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS)
       if (live) raw[r][j] = load_state(home + row * s_v + j * LPR * E);
     }
   }
+  if (grid.early) wait_for_previous_kernel();
+  let_next_kernel_start();
   if (ONE || s.start < s.end) load_token(s.start);
   float f[ONE ? 1 : NL][ONE ? 1 : C];
   if constexpr (!ONE) {

@@ -1,75 +1,304 @@
 // The window of pending rank-1 updates: where a call's entries go, and how they are read.
 #pragma once
 
-#include "tile.cuh"
+#include "kernels.h"
+#include "norm.cuh"
 
 namespace gdn {
 namespace cuda {
 
 constexpr int kMaxWindow = 64;  // entries a warp can hold, two a lane
 
-// Where a sequence stands at the start of a call. prepare_window writes one for each sequence, so
-// that the kernels after it need a single load to know all of this, and see the same fill count.
-struct alignas(16) WindowPlan {
+// Where a sequence stands at the start of a call (docs/windows.md). Every block of a sequence works
+// it out from the fill count, which the last of them replaces.
+struct WindowPlan {
   int64_t row;    // pool row, negative = padding
   int64_t start;  // first token
   int tokens;     // of this call
   int pending;    // entries that hold before it, after dropping what was rejected
-  int fold;       // they go into the base first
-  int fresh;      // starts from zero: no entries, and the base is not read
-  __device__ __forceinline__ int slot() const { return fold ? 0 : pending; }
+  int head;       // slot of the oldest (a full low-rank window is a ring)
+  bool fold;      // they go into the base first
+  bool fresh;     // starts from zero: no entries, and the base is not read
 };
 
-// Drops what the caller rejected of the last call (docs/windows.md).
+// What can be known without the fill count. ONE: no sequence has more than one token, and there
+// are no packed ones.
+struct WindowRow {
+  int64_t row, start, accepted;
+  int tokens;
+  bool fresh;
+};
+template <bool ONE>
+__device__ __forceinline__ WindowRow window_row(const RecurrentArgs& a, int64_t n) {
+  WindowRow s;
+  if constexpr (ONE) {
+    s.accepted = a.seqs.num_accepted.ptr ? at(a.seqs.num_accepted, n) : 1;
+    s.fresh = a.seqs.has_initial_state && !a.seqs.has_initial_state[n * a.seqs.s_has];
+    s.row = s.accepted < 1 ? -1 : a.seqs.state_indices.ptr ? at(a.seqs.state_indices, n) : n;
+    if (s.row >= a.seqs.P) s.row = -1;
+    s.start = 0;
+    s.tokens = 1;
+  } else {
+    const Sequence q = device_sequence(a.seqs, n, 0);
+    s.accepted = q.accepted;
+    s.fresh = q.fresh;
+    s.row = q.row;
+    s.start = q.start;
+    s.tokens = q.end > q.start ? static_cast<int>(q.end - q.start) : 0;
+  }
+  return s;
+}
+
+template <bool ONE>
 __device__ __forceinline__ WindowPlan plan_window(const RecurrentArgs& a, int64_t n, bool flush) {
   WindowPlan p;
-  const Sequence s = device_sequence(a.seqs, n, 0);
+  const WindowRow s = window_row<ONE>(a, n);
   p.row = s.row;
   p.start = s.start;
-  p.tokens = s.end > s.start && !flush ? static_cast<int>(s.end - s.start) : 0;
-  p.pending = p.fold = 0;
+  p.tokens = flush ? 0 : s.tokens;
+  p.pending = p.head = 0;
+  p.fold = false;
   p.fresh = s.fresh;
   if (p.row < 0) return p;
   const int R = static_cast<int>(a.window.R);
-  if (p.tokens > R) {  // more than the window holds: the host refuses it where it can know
+  if (a.state.ptr && p.tokens > R) {  // the host refuses it where it can know
     p.row = -1;
     return p;
   }
   if (s.fresh) return p;
-  const int32_t packed = a.window.fill[p.row * a.window.s_fill];
-  const int fill = kept_entries(packed, a.seqs.num_accepted.ptr ? s.accepted : -1).fill;
-  p.pending = fill > R ? R : fill;
-  p.fold = p.pending > 0 && (flush || p.pending + p.tokens > R);
+  // Other blocks count themselves in the top byte of this word (window_rows).
+  const int32_t packed =
+      *static_cast<const volatile int32_t*>(a.window.fill + p.row * a.window.s_fill);
+  const WindowCounts kept = kept_entries(packed, a.seqs.num_accepted.ptr ? s.accepted : -1);
+  p.pending = kept.fill > R ? R : kept.fill;
+  p.head = kept.head < R ? kept.head : 0;
+  p.fold = a.state.ptr && p.pending > 0 && (flush || p.pending + p.tokens > R);
   return p;
 }
 
-// Four or eight elements of a key of the window as stored, and as floats.
-template <int N>
-__device__ __forceinline__ RawVec<float, N> load_key(const Window& w, int64_t offset) {
-  RawVec<float, N> r;
-  if (w.k_dtype == DType::f32) {
-    r = load_raw<float, N>(static_cast<const float*>(w.k) + offset);
+// Elements of type T, or of a dtype known at run time only where T is Any. Loads are split from
+// conversions, so that none waits for another.
+struct Any {};
+
+template <class T>
+constexpr bool kIsAny = false;
+template <>
+constexpr bool kIsAny<Any> = true;
+
+template <class T>
+__device__ __forceinline__ uint32_t load_one(const void* p, DType d, int i) {
+  if constexpr (kIsAny<T>) {
+    return load_bits(p, d, i);
+  } else if constexpr (sizeof(T) == 4) {
+    return static_cast<const uint32_t*>(p)[i];
   } else {
-    const RawVec<bf16, N> x = load_raw<bf16, N>(static_cast<const bf16*>(w.k) + offset);
+    return static_cast<const uint16_t*>(p)[i];
+  }
+}
+template <class T>
+__device__ __forceinline__ float one_to_float(uint32_t x, DType d) {
+  if constexpr (kIsAny<T>) {
+    return bits_to_float(x, d);
+  } else if constexpr (TypeOf<T>::value == DType::f32) {
+    return __uint_as_float(x);
+  } else if constexpr (TypeOf<T>::value == DType::bf16) {
+    return __uint_as_float(x << 16);
+  } else {
+    return __half2float(__ushort_as_half(static_cast<unsigned short>(x)));
+  }
+}
+template <class T>
+__device__ __forceinline__ void store_one(void* p, DType d, int i, float x) {
+  if constexpr (kIsAny<T>) {
+    store_as(p, d, i, x);
+  } else {
+    static_cast<T*>(p)[i] = from_float<T>(x);
+  }
+}
+template <class T>
+__device__ __forceinline__ float round_one(DType d, float x) {
+  if constexpr (kIsAny<T>) {
+    return round_as(d, x);
+  } else {
+    return to_float(from_float<T>(x));
+  }
+}
+
+// N = 2, 4, 8 neighbours, aligned to as many elements or 16 bytes.
+template <int N>
+struct Some {
+  uint32_t w[N];
+};
+template <int N, int BYTES>
+__device__ __forceinline__ void load_words(const void* p, Some<N>* r) {
+  constexpr int W = N * BYTES / 4;
+  const uint32_t* const from = static_cast<const uint32_t*>(p);
+  if constexpr (W % 4 == 0) {
 #pragma unroll
-    for (int j = 0; j < RawVec<bf16, N>::W; j++) r.w[j] = x.w[j];
+    for (int j = 0; j < W; j += 4) {
+      const uint4 x = *reinterpret_cast<const uint4*>(from + j);
+      r->w[j] = x.x;
+      r->w[j + 1] = x.y;
+      r->w[j + 2] = x.z;
+      r->w[j + 3] = x.w;
+    }
+  } else if constexpr (W == 2) {
+    const uint2 x = *reinterpret_cast<const uint2*>(from);
+    r->w[0] = x.x;
+    r->w[1] = x.y;
+  } else {
+    r->w[0] = *from;
+  }
+}
+template <class T, int N>
+__device__ __forceinline__ Some<N> load_some(const void* p, DType d, int i) {
+  Some<N> r;
+  if constexpr (kIsAny<T>) {
+    if (d == DType::f32) {
+      load_words<N, 4>(static_cast<const float*>(p) + i, &r);
+    } else {
+      load_words<N, 2>(static_cast<const uint16_t*>(p) + i, &r);
+    }
+  } else {
+    load_words<N, sizeof(T)>(static_cast<const T*>(p) + i, &r);
   }
   return r;
 }
-template <int N>
-__device__ __forceinline__ void key_to_float(const RawVec<float, N>& r, DType d, float* f) {
-  if (d == DType::f32) {
-    raw_to_float<float, N>(r, f);
-    return;
-  }
-  RawVec<bf16, N> x;
-  RawVec<f16, N> y;
+template <class T, int N>
+__device__ __forceinline__ void some_to_float(const Some<N>& r, DType d, float* f) {
+  const auto is = [&](DType x) {
+    if constexpr (kIsAny<T>) {
+      return d == x;
+    } else {
+      return TypeOf<T>::value == x;
+    }
+  };
 #pragma unroll
-  for (int j = 0; j < RawVec<bf16, N>::W; j++) x.w[j] = y.w[j] = r.w[j];
-  if (d == DType::bf16) {
-    raw_to_float<bf16, N>(x, f);
-  } else {
-    raw_to_float<f16, N>(y, f);
+  for (int j = 0; j < N; j += 2) {
+    const uint32_t pair = r.w[j / 2];
+    if (is(DType::f32)) {
+      f[j] = __uint_as_float(r.w[j]);
+      f[j + 1] = __uint_as_float(r.w[j + 1]);
+    } else if (is(DType::bf16)) {
+      f[j] = __uint_as_float(pair << 16);
+      f[j + 1] = __uint_as_float(pair & 0xffff0000u);
+    } else {
+      const float2 x = __half22float2(*reinterpret_cast<const __half2*>(&pair));
+      f[j] = x.x;
+      f[j + 1] = x.y;
+    }
+  }
+}
+
+// New keys, log decays and counts of a sequence, by one block that is the only reader left.
+__device__ __forceinline__ void append_entries(const RecurrentArgs& a, const WindowPlan& plan,
+                                               int64_t n) {
+  const Window& w = a.window;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, warps = blockDim.x >> 5;
+  const int R = static_cast<int>(w.R), K = static_cast<int>(a.K), H = static_cast<int>(a.H);
+  const int HV = static_cast<int>(a.HV);
+  const int64_t b = a.seqs.cu_seqlens.ptr ? 0 : n;
+  const int pending = plan.fold ? 0 : plan.pending, head = plan.fold ? 0 : plan.head;
+  const int skip = plan.tokens > R ? plan.tokens - R : 0;  // overwritten within the call
+  const int kept = plan.tokens - skip;
+  const auto slot_of = [&](int t) { return (head + pending + t) % R; };
+  for (int i = warp; i < kept * H; i += warps) {
+    const int t = skip + i / H, h = i % H;
+    const int64_t from = offset_of(a.k, b, plan.start + t, h);
+    const int64_t to = plan.row * w.sk_p + h * w.sk_h + slot_of(t) * w.sk_r;
+    float kk = 0.f;
+    for (int c = lane; c < K; c += 32) {
+      const float k = load_as(a.k.ptr, a.k.dtype, from + c * a.k.sd);
+      kk = __fmaf_rn(k, k, kk);
+    }
+    const float r = a.l2norm ? rsqrtf(lane_sum(kk) + kL2Eps) : 1.f;
+    for (int c = lane; c < K; c += 32) {
+      store_as(w.k, w.k_dtype, to + c, load_as(a.k.ptr, a.k.dtype, from + c * a.k.sd) * r);
+    }
+  }
+  for (int i = threadIdx.x; i < kept * HV; i += blockDim.x) {
+    const int t = skip + i / HV, hv = i % HV;
+    float g, beta;
+    compute_gates(a.gates, load_gates(a.gates, b, plan.start + t, hv), &g, &beta);
+    w.g[plan.row * w.sg_p + hv * w.sg_h + slot_of(t) * w.sg_r] =
+        a.state.ptr && plan.fresh && t == 0 ? -INFINITY : g;  // what removes the base
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    const int total = pending + plan.tokens;
+    const int drafts = plan.tokens > 256 ? 255 : plan.tokens > 0 ? plan.tokens - 1 : 0;
+    const WindowCounts after = {total > R ? R : total, drafts,
+                                total > R ? (head + total - R) % R : head};
+    *static_cast<volatile int32_t*>(w.fill + plan.row * w.s_fill) = pack_fill(after);
+  }
+}
+
+// Suffix sums of the log decays of up to 64 entries, two a lane: after entry `lane` and
+// `lane + 32`, and over all of them. Sums only, never a difference: g may be -inf.
+__device__ __forceinline__ void suffix_sums(float g0, float g1, int lane, bool wide, float* s0,
+                                            float* s1, float* all) {
+  float lower = g0, upper = g1, upper_total = 0.f;
+#pragma unroll
+  for (int m = 1; m < 32; m <<= 1) {
+    const float x = __shfl_down_sync(kFullMask, lower, m);
+    if (lane + m < 32) lower += x;
+  }
+  *s1 = 0.f;
+  if (wide) {
+#pragma unroll
+    for (int m = 1; m < 32; m <<= 1) {
+      const float x = __shfl_down_sync(kFullMask, upper, m);
+      if (lane + m < 32) upper += x;
+    }
+    upper_total = __shfl_sync(kFullMask, upper, 0);
+    *s1 = __shfl_down_sync(kFullMask, upper, 1);
+    if (lane == 31) *s1 = 0.f;
+  }
+  *s0 = __shfl_down_sync(kFullMask, lower, 1);
+  *s0 = (lane == 31 ? 0.f : *s0) + upper_total;
+  *all = __shfl_sync(kFullMask, lower, 0) + upper_total;
+}
+
+// The block's place among those of its sequence: true for the last one. Call once all threads of
+// the block have read what append_entries overwrites. Only reads come before it, and a read that
+// has returned cannot see a later write, so the count needs no ordering of its own.
+__device__ __forceinline__ bool arrive_last(const RecurrentArgs& a, const WindowPlan& plan,
+                                            int blocks) {
+  unsigned* const word = reinterpret_cast<unsigned*>(a.window.fill + plan.row * a.window.s_fill);
+  return (atomicAdd(word, 1u << 24) >> 24) + 1 == static_cast<unsigned>(blocks);
+}
+
+// The gated norm of a head whose rows are the threads of this block: out[t] is a thread's row of
+// token `first + t`. Every thread calls it.
+template <int TG, int WARPS>
+__device__ __forceinline__ void norm_tail(const NormTail& norm, float (&out)[TG], int tokens,
+                                          int64_t b, int64_t first, int hv, int row, bool live,
+                                          int V, DType dtype, float (&parts)[TG][WARPS]) {
+#pragma unroll
+  for (int t = 0; t < TG; t++) {
+    out[t] = t < tokens && live ? round_as(dtype, out[t]) : 0.f;
+    const float sum = lane_sum(out[t] * out[t]);
+    if ((threadIdx.x & 31) == 0) parts[t][threadIdx.x >> 5] = sum;
+  }
+  __syncthreads();
+  if (!live) return;
+  const float weight = load_param(norm.weight, row);
+  uint32_t z[TG];
+#pragma unroll
+  for (int t = 0; t < TG; t++) {
+    z[t] = load_bits(norm.z.ptr, norm.z.dtype,
+                     offset_of(norm.z, b, first + (t < tokens ? t : 0), hv) + row * norm.z.sd);
+  }
+#pragma unroll
+  for (int t = 0; t < TG; t++) {
+    if (t < tokens) {
+      float sum = 0.f;
+#pragma unroll
+      for (int i = 0; i < WARPS; i++) sum += parts[t][i];
+      const float y = gated_norm(out[t], sum, V, norm.eps, weight, norm.weight.dtype,
+                                 bits_to_float(z[t], norm.z.dtype), dtype);
+      store_as(norm.y.ptr, norm.y.dtype, offset_of(norm.y, b, first + t, hv) + row * norm.y.sd, y);
+    }
   }
 }
 
