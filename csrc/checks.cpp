@@ -119,7 +119,7 @@ void check_apart(const char* op, const char* name_a, const at::Tensor& a, const 
 
 // Shapes of the token tensors and the sequence metadata. B, T as the token tensors have them.
 Sequences sequences_of(const char* op, int64_t B, int64_t T, int64_t P, const SeqTensors& t,
-                       const at::Tensor& like) {
+                       const at::Tensor& like, const char* rows = "state_indices") {
   Sequences s;
   s.B = B;
   s.T = T;
@@ -135,16 +135,16 @@ Sequences sequences_of(const char* op, int64_t B, int64_t T, int64_t P, const Se
   }
   if (t.state_indices) {
     const at::Tensor& idx = *t.state_indices;
-    TORCH_CHECK(idx.dim() == 1 || idx.dim() == 2, op,
-                ": state_indices: expected shape [N] or [N, S], got ", idx.sizes());
-    TORCH_CHECK(idx.size(0) == s.N, op, ": state_indices: expected one entry a sequence, N = ", s.N,
+    TORCH_CHECK(idx.dim() == 1 || idx.dim() == 2, op, ": ", rows,
+                ": expected shape [N] or [N, S], got ", idx.sizes());
+    TORCH_CHECK(idx.size(0) == s.N, op, ": ", rows, ": expected one entry a sequence, N = ", s.N,
                 ", got ", idx.size(0));
-    s.state_indices = index_of(op, "state_indices", idx, like);
+    s.state_indices = index_of(op, rows, idx, like);
     s.S = idx.dim() == 2 ? idx.size(1) : 0;
-    TORCH_CHECK(idx.dim() == 1 || s.S > 0, op, ": state_indices: expected S >= 1, got 0");
+    TORCH_CHECK(idx.dim() == 1 || s.S > 0, op, ": ", rows, ": expected S >= 1, got 0");
   } else {
-    TORCH_CHECK(s.N <= P, op, ": state: expected a row for each of N = ", s.N,
-                " sequences (no state_indices given), got P = ", P);
+    TORCH_CHECK(s.N <= P, op, ": state: expected a row for each of N = ", s.N, " sequences (no ",
+                rows, " given), got P = ", P);
   }
   if (t.has_initial_state) {
     const at::Tensor& has = *t.has_initial_state;
@@ -326,24 +326,30 @@ void check_speculative(const char* op, const Sequences& s) {
               ": state_indices: expected S >= T = ", s.T, " columns, got ", s.S);
 }
 
-void fill_conv(const char* op, ConvArgs& c, const at::Tensor& x, int64_t C,
+// What an op calls the input and the filter of its convolution.
+struct ConvNames {
+  const char *x, *weight, *bias;
+};
+constexpr ConvNames kPlainConv{"x", "weight", "bias"};
+
+void fill_conv(const char* op, const ConvNames& names, ConvArgs& c, const at::Tensor& x, int64_t C,
                const at::Tensor& weight, const OptTensor& bias, const std::string& activation) {
-  check_dim(op, "conv_weight", weight, 2, "[C, W]");
-  check_size(op, "conv_weight", weight, 0, C, "C");
-  check_device(op, "conv_weight", weight, x);
+  check_dim(op, names.weight, weight, 2, "[C, W]");
+  check_size(op, names.weight, weight, 0, C, "C");
+  check_device(op, names.weight, weight, x);
   c.C = C;
   c.W = weight.size(1);
-  TORCH_CHECK(c.W >= 1 && c.W <= kMaxConvWidth, op,
-              ": conv_weight: expected 1 <= W <= ", kMaxConvWidth, ", got W = ", c.W);
-  c.x = activation_view(op, "x", x);
+  TORCH_CHECK(c.W >= 1 && c.W <= kMaxConvWidth, op, ": ", names.weight,
+              ": expected 1 <= W <= ", kMaxConvWidth, ", got W = ", c.W);
+  c.x = activation_view(op, names.x, x);
   c.x.sd = x.size(2) > 1 ? x.stride(2) : 1;
   c.x.sh = 0;
-  c.weight = param_of(op, "conv_weight", weight);
+  c.weight = param_of(op, names.weight, weight);
   if (bias) {
-    check_dim(op, "conv_bias", *bias, 1, "[C]");
-    check_size(op, "conv_bias", *bias, 0, C, "C");
-    check_device(op, "conv_bias", *bias, x);
-    c.bias = param_of(op, "conv_bias", *bias);
+    check_dim(op, names.bias, *bias, 1, "[C]");
+    check_size(op, names.bias, *bias, 0, C, "C");
+    check_device(op, names.bias, *bias, x);
+    c.bias = param_of(op, names.bias, *bias);
   }
   c.silu = silu_of(op, activation);
 }
@@ -390,13 +396,12 @@ void norm_rows(const char* op, const at::Tensor& x, const at::Tensor& gate, Norm
 
 }  // namespace
 
-void refuse_grad(const char* op, std::initializer_list<const at::Tensor*> tensors) {
+void refuse_grad(const char* op, std::initializer_list<NamedTensor> tensors) {
   if (!at::GradMode::is_enabled()) return;
-  for (const at::Tensor* t : tensors) {
-    TORCH_CHECK(
-        !t || !t->defined() || !t->requires_grad(), op,
-        ": has no gradient (it writes its state in place), but an input requires grad; call "
-        "it under torch.no_grad() or inference_mode()");
+  for (const NamedTensor& t : tensors) {
+    TORCH_CHECK(!t.tensor || !t.tensor->defined() || !t.tensor->requires_grad(), op,
+                ": has no gradient (it writes its state in place), but ", t.name,
+                " requires grad; call it under torch.no_grad() or inference_mode()");
   }
 }
 
@@ -423,7 +428,8 @@ static RecurrentArgs sequence_inputs(const char* op, const at::Tensor& q, const 
                                      const at::Tensor& v, const GateTensors& gates,
                                      const at::Tensor* state, bool read_only,
                                      const WindowTensors* window, const SeqTensors& seq,
-                                     std::optional<double> scale, bool qk_l2norm) {
+                                     std::optional<double> scale, bool qk_l2norm,
+                                     const char* rows = "state_indices") {
   check_dim(op, "q", q, 4, "[B, T, H, K]");
   check_dim(op, "k", k, 4, "[B, T, H, K]");
   check_dim(op, "v", v, 4, "[B, T, HV, V]");
@@ -458,7 +464,7 @@ static RecurrentArgs sequence_inputs(const char* op, const at::Tensor& q, const 
   }
   // A functional op without a state has a row for every sequence.
   if (!state && !window) P = seq.cu_seqlens ? seq.cu_seqlens->numel() : B;
-  a.seqs = sequences_of(op, B, T, P, seq, q);
+  a.seqs = sequences_of(op, B, T, P, seq, q, rows);
   a.q = activation_view(op, "q", q);
   a.k = activation_view(op, "k", k);
   a.v = activation_view(op, "v", v);
@@ -473,7 +479,15 @@ RecurrentArgs recurrent_args(const char* op, const at::Tensor& q, const at::Tens
                              const at::Tensor& v, const GateTensors& gates, const at::Tensor* state,
                              const WindowTensors* window, const SeqTensors& seq,
                              std::optional<double> scale, bool qk_l2norm) {
-  refuse_grad(op, {&q, &k, &v, &gates.g, &gates.beta, gates.A_log, gates.dt_bias, state});
+  const bool raw = gates.A_log != nullptr;
+  refuse_grad(op, {{"q", &q},
+                   {"k", &k},
+                   {"v", &v},
+                   {raw ? "a" : "g", &gates.g},
+                   {raw ? "b" : "beta", &gates.beta},
+                   {"A_log", gates.A_log},
+                   {"dt_bias", gates.dt_bias},
+                   {"state", state}});
   RecurrentArgs a =
       sequence_inputs(op, q, k, v, gates, state, false, window, seq, scale, qk_l2norm);
   if (!window) check_speculative(op, a.seqs);
@@ -509,7 +523,8 @@ ChunkArgs chunk_args(const char* op, const at::Tensor& q, const at::Tensor& k, c
     TORCH_CHECK(rows, op, ": initial_state: expected a contiguous K or V dimension, got strides ",
                 pool->strides());
   }
-  r = sequence_inputs(op, q, k, v, {g, beta}, pool, !t.state, t.window, seq, scale, qk_l2norm);
+  r = sequence_inputs(op, q, k, v, {g, beta}, pool, !t.state, t.window, seq, scale, qk_l2norm,
+                      t.window ? "state_indices" : "read_indices");
   ChunkArgs a;
   a.seqs = r.seqs;
   TORCH_CHECK(a.seqs.S == 0, op, ": read_indices: expected shape [N], got [N, ", a.seqs.S, "]");
@@ -581,9 +596,9 @@ RecurrentArgs window_args(const char* op, const at::Tensor* state, const WindowT
   }
   Sequences& s = a.seqs;
   s.P = fill.size(0);
+  if (state_indices) check_dim(op, "state_indices", *state_indices, 1, "[N]");
   s.N = s.B = state_indices ? state_indices->size(0) : s.P;
   if (state_indices) {
-    check_dim(op, "state_indices", *state_indices, 1, "[N]");
     s.state_indices = index_of(op, "state_indices", *state_indices, fill);
   }
   return a;
@@ -617,18 +632,28 @@ GatingArgs gating_args(const char* op, const at::Tensor& a, const at::Tensor& b,
   return g;
 }
 
-ConvArgs conv_args(const char* op, const at::Tensor& x, const at::Tensor& weight,
-                   const OptTensor& bias, const at::Tensor& conv_state, const SeqTensors& seq,
-                   const std::string& activation, bool conv_leading) {
-  refuse_grad(op, {&x, &weight, bias ? &*bias : nullptr, &conv_state});
-  check_dim(op, "x", x, 3, "[B, T, C]");
+static ConvArgs pool_conv(const char* op, const ConvNames& names, const at::Tensor& x,
+                          const at::Tensor& weight, const OptTensor& bias,
+                          const at::Tensor& conv_state, const SeqTensors& seq,
+                          const std::string& activation, bool conv_leading) {
+  refuse_grad(op, {{names.x, &x},
+                   {names.weight, &weight},
+                   {names.bias, bias ? &*bias : nullptr},
+                   {"conv_state", &conv_state}});
+  check_dim(op, names.x, x, 3, "[B, T, C]");
   ConvArgs c;
-  fill_conv(op, c, x, x.size(2), weight, bias, activation);
+  fill_conv(op, names, c, x, x.size(2), weight, bias, activation);
   check_device(op, "conv_state", conv_state, x);
   c.state = conv_pool(op, conv_state, "conv_state", c.C, c.W, conv_leading);
   c.seqs = sequences_of(op, x.size(0), x.size(1), c.state.P, seq, x);
   check_conv_columns(op, c);
   return c;
+}
+
+ConvArgs conv_args(const char* op, const at::Tensor& x, const at::Tensor& weight,
+                   const OptTensor& bias, const at::Tensor& conv_state, const SeqTensors& seq,
+                   const std::string& activation, bool conv_leading) {
+  return pool_conv(op, kPlainConv, x, weight, bias, conv_state, seq, activation, conv_leading);
 }
 
 ConvArgs conv1d_args(const char* op, const at::Tensor& x, const at::Tensor& weight,
@@ -637,7 +662,8 @@ ConvArgs conv1d_args(const char* op, const at::Tensor& x, const at::Tensor& weig
                      std::optional<int64_t> state_len) {
   check_dim(op, "x", x, 3, "[B, T, C]");
   ConvArgs c;
-  fill_conv(op, c, x, x.size(2), weight, bias, activation);
+  fill_conv(op, kPlainConv, c, x, x.size(2), weight, bias, activation);
+  if (initial_state) check_dim(op, "initial_state", *initial_state, 3, "[N, C, L]");
   const OptTensor none;
   const int64_t N = cu_seqlens && cu_seqlens->dim() == 1 ? cu_seqlens->size(0) - 1 : x.size(0);
   c.seqs = sequences_of(op, x.size(0), x.size(1), N, {none, none, cu_seqlens, none}, x);
@@ -647,7 +673,6 @@ ConvArgs conv1d_args(const char* op, const at::Tensor& x, const at::Tensor& weig
   TORCH_CHECK(c.W > 1 || c.state.L == 0, op,
               ": state_len: a convolution of width 1 keeps no state, expected 0, got ", c.state.L);
   if (initial_state) {
-    check_dim(op, "initial_state", *initial_state, 3, "[N, C, L]");
     check_size(op, "initial_state", *initial_state, 0, c.seqs.N, "N");
     check_size(op, "initial_state", *initial_state, 1, c.C, "C");
     check_size(op, "initial_state", *initial_state, 2, c.state.L, "L");
@@ -663,7 +688,7 @@ ConvGatingArgs conv_gating_args(const char* op, const at::Tensor& mixed_qkv, con
                                 const at::Tensor& dt_bias, const at::Tensor& conv_state,
                                 int64_t num_k_heads, int64_t head_k_dim, const SeqTensors& seq,
                                 bool qk_l2norm, const std::string& activation, bool conv_leading) {
-  refuse_grad(op, {&a, &b, &A_log, &dt_bias});
+  refuse_grad(op, {{"a", &a}, {"b", &b}, {"A_log", &A_log}, {"dt_bias", &dt_bias}});
   check_dim(op, "a", a, 3, "[B, T, HV]");
   check_dim(op, "mixed_qkv", mixed_qkv, 3, "[B, T, C]");
   ConvGatingArgs f;
@@ -676,8 +701,8 @@ ConvGatingArgs conv_gating_args(const char* op, const at::Tensor& mixed_qkv, con
               ", HV = ", f.HV, ", got C = ", mixed_qkv.size(2));
   f.V = v_channels / f.HV;
   check_heads(op, f.H, f.HV, f.K, f.V);
-  f.conv =
-      conv_args(op, mixed_qkv, conv_weight, conv_bias, conv_state, seq, activation, conv_leading);
+  f.conv = pool_conv(op, {"mixed_qkv", "conv_weight", "conv_bias"}, mixed_qkv, conv_weight,
+                     conv_bias, conv_state, seq, activation, conv_leading);
   f.gates =
       gates_of(op, {a, b, &A_log, &dt_bias}, mixed_qkv.size(0), mixed_qkv.size(1), f.HV, mixed_qkv);
   f.l2norm = qk_l2norm;
@@ -715,8 +740,14 @@ DecodeArgs decode_args(const char* op, const DecodeTensors& t, int64_t num_k_hea
                        int64_t head_k_dim, const SeqTensors& seq, std::optional<double> scale,
                        bool qk_l2norm, double eps, const std::string& activation,
                        bool conv_leading) {
-  refuse_grad(op, {&t.projected, &t.conv_weight, t.conv_bias ? &*t.conv_bias : nullptr, &t.A_log,
-                   &t.dt_bias, &t.norm_weight, &t.conv_state, t.state});
+  refuse_grad(op, {{"projected", &t.projected},
+                   {"conv_weight", &t.conv_weight},
+                   {"conv_bias", t.conv_bias ? &*t.conv_bias : nullptr},
+                   {"A_log", &t.A_log},
+                   {"dt_bias", &t.dt_bias},
+                   {"norm_weight", &t.norm_weight},
+                   {"conv_state", &t.conv_state},
+                   {"state", t.state}});
   check_dim(op, "projected", t.projected, 3, "[B, T, D]");
   const at::Tensor& like = t.projected;
   DecodeArgs d;
@@ -742,6 +773,10 @@ DecodeArgs decode_args(const char* op, const DecodeTensors& t, int64_t num_k_hea
   }
   if (t.window) {
     r.window = window_of(op, *t.window, r.H, r.HV, r.K, r.V, like);
+    check_apart(op, "conv_state", t.conv_state, "win_k", t.window->k);
+    check_apart(op, "conv_state", t.conv_state, "win_u", t.window->u);
+    check_apart(op, "conv_state", t.conv_state, "win_g", t.window->g);
+    check_apart(op, "conv_state", t.conv_state, "win_fill", t.window->fill);
     if (t.state) check_window_against_state(op, *t.state, *t.window);
     P = r.window.P;
   }
@@ -764,7 +799,8 @@ DecodeArgs decode_args(const char* op, const DecodeTensors& t, int64_t num_k_hea
   f.K = r.K;
   f.V = r.V;
   f.l2norm = qk_l2norm;
-  fill_conv(op, f.conv, like, C, t.conv_weight, t.conv_bias, activation);
+  fill_conv(op, {"projected", "conv_weight", "conv_bias"}, f.conv, like, C, t.conv_weight,
+            t.conv_bias, activation);
   check_device(op, "conv_state", t.conv_state, like);
   f.conv.state = conv_pool(op, t.conv_state, "conv_state", C, f.conv.W, conv_leading);
   f.conv.seqs = r.seqs;
@@ -793,7 +829,7 @@ DecodeArgs decode_args(const char* op, const DecodeTensors& t, int64_t num_k_hea
   return d;
 }
 
-void check_values(const char* op, const Sequences& s, int64_t most_tokens) {
+void check_values(const char* op, const Sequences& s, int64_t most_tokens, const char* rows) {
   if (s.cu_seqlens.ptr) {
     int64_t previous = at(s.cu_seqlens, 0);
     TORCH_CHECK(previous == 0, op, ": cu_seqlens: expected to start at 0, got ", previous);
@@ -815,7 +851,7 @@ void check_values(const char* op, const Sequences& s, int64_t most_tokens) {
     if (s.state_indices.ptr) {
       for (int64_t j = 0; j < (s.S > 0 ? s.S : 1); ++j) {
         const int64_t row = at(s.state_indices, n, j);
-        TORCH_CHECK(row < s.P, op, ": state_indices: expected rows below P = ", s.P, ", got ", row,
+        TORCH_CHECK(row < s.P, op, ": ", rows, ": expected rows below P = ", s.P, ", got ", row,
                     " for sequence ", n);
       }
     }

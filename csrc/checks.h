@@ -29,8 +29,13 @@ struct WindowTensors {
   const at::Tensor &k, &u, &g, &fill;
 };
 
+struct NamedTensor {
+  const char* name;
+  const at::Tensor* tensor;  // null: absent
+};
+
 // Raises if grad mode is on and one of the tensors requires grad (ops with no backward).
-void refuse_grad(const char* op, std::initializer_list<const at::Tensor*> tensors);
+void refuse_grad(const char* op, std::initializer_list<NamedTensor> tensors);
 
 DType dtype_of(const char* op, const char* name, const at::Tensor& t);
 at::ScalarType scalar_type(DType d);
@@ -105,8 +110,9 @@ DecodeArgs decode_args(const char* op, const DecodeTensors& t, int64_t num_k_hea
                        bool conv_leading);
 
 // Host-readable metadata only: lengths ascend and end at T, rows exist, accepted counts fit, and no
-// sequence brings more than `most_tokens`.
-void check_values(const char* op, const Sequences& s, int64_t most_tokens = INT64_MAX);
+// sequence brings more than `most_tokens`. `rows` is what the op calls its state_indices.
+void check_values(const char* op, const Sequences& s, int64_t most_tokens = INT64_MAX,
+                  const char* rows = "state_indices");
 
 // The same for sequences that own a window: counts that a window can hold, and no more accepted
 // than the last call brought.

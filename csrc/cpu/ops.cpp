@@ -171,7 +171,7 @@ Tensor run_window(const char* op, const Tensor& q, const Tensor& k, const Tensor
                   const Tensor& g, const Tensor& beta, const Tensor* state,
                   const WindowTensors& window, const SeqTensors& seq, std::optional<double> scale,
                   bool qk_l2norm) {
-  refuse_grad(op, {&window.k, &window.u, &window.g});
+  refuse_grad(op, {{"win_k", &window.k}, {"win_u", &window.u}, {"win_g", &window.g}});
   RecurrentArgs a = recurrent_args(op, q, k, v, {g, beta}, state, &window, seq, scale, qk_l2norm);
   check_window_values(op, a, state ? a.window.R : INT64_MAX);
   Tensor out = new_output(v, v.sizes());
@@ -209,7 +209,8 @@ void empty_windows(const RecurrentArgs& a) {
 
 void window_flush(Tensor& state, Tensor& win_k, Tensor& win_u, Tensor& win_g, Tensor& win_fill,
                   const OptTensor& state_indices) {
-  refuse_grad("window_flush", {&state, &win_k, &win_u, &win_g});
+  refuse_grad("window_flush",
+              {{"state", &state}, {"win_k", &win_k}, {"win_u", &win_u}, {"win_g", &win_g}});
   const WindowTensors window{win_k, win_u, win_g, win_fill};
   const RecurrentArgs a = window_args("window_flush", &state, &window, win_fill, state_indices);
   check_window_values("window_flush", a);
@@ -227,7 +228,7 @@ Tensor run_decode_window(const char* op, const DecodeTensors& t, int64_t num_k_h
                          int64_t head_k_dim, const SeqTensors& seq, std::optional<double> scale,
                          bool qk_l2norm, double eps, const std::string& activation,
                          bool conv_leading) {
-  refuse_grad(op, {&t.window->k, &t.window->u, &t.window->g});
+  refuse_grad(op, {{"win_k", &t.window->k}, {"win_u", &t.window->u}, {"win_g", &t.window->g}});
   DecodeArgs d = decode_args(op, t, num_k_heads, head_k_dim, seq, scale, qk_l2norm, eps, activation,
                              conv_leading);
   check_window_values(
@@ -305,13 +306,14 @@ Tensor chunk_prefill(const Tensor& q, const Tensor& k, const Tensor& v, const Te
                      const OptTensor& write_indices, const OptTensor& has_initial_state,
                      const OptTensor& cu_seqlens, const OptTensor& edge_rows,
                      std::optional<double> scale, bool qk_l2norm, int64_t chunk_size) {
-  refuse_grad("chunk_prefill", {&q, &k, &v, &g, &beta, &state});
+  refuse_grad("chunk_prefill",
+              {{"q", &q}, {"k", &k}, {"v", &v}, {"g", &g}, {"beta", &beta}, {"state", &state}});
   const OptTensor none;
   ChunkArgs a = chunk_args("chunk_prefill", q, k, v, g, beta,
                            {none, &state, read_indices, write_indices, has_initial_state,
                             cu_seqlens, edge_rows, nullptr},
                            scale, qk_l2norm, chunk_size);
-  check_values("chunk_prefill", a.seqs);
+  check_values("chunk_prefill", a.seqs, INT64_MAX, "read_indices");
   check_chunk_values("chunk_prefill", a);
   Tensor out = new_output(v, v.sizes());
   a.out = view_of(out, a.V);
@@ -324,7 +326,14 @@ Tensor chunk_lowrank(const Tensor& q, const Tensor& k, const Tensor& v, const Te
                      Tensor& win_fill, const OptTensor& state_indices,
                      const OptTensor& has_initial_state, const OptTensor& cu_seqlens,
                      std::optional<double> scale, bool qk_l2norm, int64_t chunk_size) {
-  refuse_grad("chunk_lowrank", {&q, &k, &v, &g, &beta, &win_k, &win_u, &win_g});
+  refuse_grad("chunk_lowrank", {{"q", &q},
+                                {"k", &k},
+                                {"v", &v},
+                                {"g", &g},
+                                {"beta", &beta},
+                                {"win_k", &win_k},
+                                {"win_u", &win_u},
+                                {"win_g", &win_g}});
   const OptTensor none;
   const WindowTensors window{win_k, win_u, win_g, win_fill};
   ChunkArgs a =

@@ -208,7 +208,8 @@ def _(q, k, v, g, beta, state, read_indices=None, write_indices=None, has_initia
         lambda: f"chunk_prefill: state: expected [P, HV, V, K], got {tuple(state.shape)}",
     )
     _check("chunk_prefill", q, k, v, chunk_size, g=g, beta=beta, state=state,
-           read_indices=read_indices, write_indices=write_indices, cu_seqlens=cu_seqlens,
+           read_indices=read_indices, write_indices=write_indices,
+           has_initial_state=has_initial_state, cu_seqlens=cu_seqlens,
            edge_rows=edge_rows)  # fmt: skip
     return v.new_empty(v.shape)
 
@@ -218,5 +219,5 @@ def _(q, k, v, g, beta, win_k, win_u, win_g, win_fill, state_indices=None, has_i
       cu_seqlens=None, scale=None, qk_l2norm=False, chunk_size=64):  # fmt: skip
     _check("chunk_lowrank", q, k, v, chunk_size, g=g, beta=beta, win_k=win_k, win_u=win_u,
            win_g=win_g, win_fill=win_fill, state_indices=state_indices,
-           cu_seqlens=cu_seqlens)  # fmt: skip
+           has_initial_state=has_initial_state, cu_seqlens=cu_seqlens)  # fmt: skip
     return v.new_empty(v.shape)

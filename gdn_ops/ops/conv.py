@@ -139,7 +139,8 @@ def _(x, weight, bias, conv_state, state_indices=None, has_initial_state=None, c
       num_accepted=None, activation="silu", conv_leading=False):  # fmt: skip
     torch._check(x.dim() == 3, lambda: f"short_conv: x: expected [B, T, C], got {tuple(x.shape)}")
     check_same_device("short_conv", x, weight=weight, bias=bias, conv_state=conv_state,
-                      state_indices=state_indices)  # fmt: skip
+                      state_indices=state_indices, has_initial_state=has_initial_state,
+                      cu_seqlens=cu_seqlens, num_accepted=num_accepted)  # fmt: skip
     return x.new_empty(x.shape)
 
 
@@ -163,7 +164,8 @@ def _(mixed_qkv, a, b, conv_weight, conv_bias, A_log, dt_bias, conv_state, num_k
     torch._check(a.dim() == 3, lambda: f"{op}: a: expected [B, T, HV], got {tuple(a.shape)}")
     check_same_device(op, mixed_qkv, a=a, b=b, conv_weight=conv_weight, conv_bias=conv_bias,
                       A_log=A_log, dt_bias=dt_bias, conv_state=conv_state,
-                      state_indices=state_indices)  # fmt: skip
+                      state_indices=state_indices, has_initial_state=has_initial_state,
+                      cu_seqlens=cu_seqlens, num_accepted=num_accepted)  # fmt: skip
     B, T, C = mixed_qkv.shape
     HV = a.shape[2]
     V = (C - 2 * num_k_heads * head_k_dim) // HV

@@ -96,5 +96,7 @@ def _(projected, conv_weight, conv_bias, A_log, dt_bias, norm_weight, conv_state
         lambda: f"decode: state: expected [P, HV, V, K], got {tuple(state.shape)}",
     )
     return output_of("decode", projected, conv_state, state.shape[1], state.shape[2], state=state,
-                     conv_weight=conv_weight, norm_weight=norm_weight,
-                     state_indices=state_indices)  # fmt: skip
+                     conv_weight=conv_weight, conv_bias=conv_bias, A_log=A_log, dt_bias=dt_bias,
+                     norm_weight=norm_weight, state_indices=state_indices,
+                     has_initial_state=has_initial_state, cu_seqlens=cu_seqlens,
+                     num_accepted=num_accepted)  # fmt: skip

@@ -99,14 +99,17 @@ def recurrent_gated(
 @torch.library.register_fake("gdn::recurrent")
 def _(q, k, v, g, beta, state, state_indices=None, has_initial_state=None, cu_seqlens=None,
       num_accepted=None, scale=None, qk_l2norm=False):  # fmt: skip
-    return output_of("recurrent", q, k, v, state, g=g, beta=beta, state_indices=state_indices)
+    return output_of("recurrent", q, k, v, state, g=g, beta=beta, state_indices=state_indices,
+                     has_initial_state=has_initial_state, cu_seqlens=cu_seqlens,
+                     num_accepted=num_accepted)  # fmt: skip
 
 
 @torch.library.register_fake("gdn::recurrent_gated")
 def _(q, k, v, a, b, A_log, dt_bias, state, state_indices=None, has_initial_state=None,
       cu_seqlens=None, num_accepted=None, scale=None, qk_l2norm=False):  # fmt: skip
     return output_of("recurrent_gated", q, k, v, state, a=a, b=b, A_log=A_log, dt_bias=dt_bias,
-                     state_indices=state_indices)  # fmt: skip
+                     state_indices=state_indices, has_initial_state=has_initial_state,
+                     cu_seqlens=cu_seqlens, num_accepted=num_accepted)  # fmt: skip
 
 
 def output_of(op: str, q: Tensor, k: Tensor, v: Tensor, state: Tensor, **others) -> Tensor:

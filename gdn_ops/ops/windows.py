@@ -322,7 +322,9 @@ def _(q, k, v, g, beta, state, win_k, win_u, win_g, win_fill, state_indices=None
       qk_l2norm=False):  # fmt: skip
     op = "recurrent_buffered"
     _check_window(op, q, win_k, win_u, win_g, win_fill)
-    return _recurrent_output(op, q, k, v, state, g=g, beta=beta, state_indices=state_indices)
+    return _recurrent_output(op, q, k, v, state, g=g, beta=beta, state_indices=state_indices,
+                             has_initial_state=has_initial_state, cu_seqlens=cu_seqlens,
+                             num_accepted=num_accepted)  # fmt: skip
 
 
 @torch.library.register_fake("gdn::recurrent_lowrank")
@@ -331,12 +333,15 @@ def _(q, k, v, g, beta, win_k, win_u, win_g, win_fill, state_indices=None,
       qk_l2norm=False):  # fmt: skip
     op = "recurrent_lowrank"
     _check_window(op, q, win_k, win_u, win_g, win_fill)
-    return _recurrent_output(op, q, k, v, win_u, g=g, beta=beta, state_indices=state_indices)
+    return _recurrent_output(op, q, k, v, win_u, g=g, beta=beta, state_indices=state_indices,
+                             has_initial_state=has_initial_state, cu_seqlens=cu_seqlens,
+                             num_accepted=num_accepted)  # fmt: skip
 
 
 @torch.library.register_fake("gdn::window_flush")
 def _(state, win_k, win_u, win_g, win_fill, state_indices=None):
     _check_window("window_flush", state, win_k, win_u, win_g, win_fill)
+    check_same_device("window_flush", state, state_indices=state_indices)
 
 
 @torch.library.register_fake("gdn::window_reset")
@@ -345,6 +350,7 @@ def _(win_fill, state_indices=None):
         win_fill.dim() == 1,
         lambda: f"window_reset: win_fill: expected [P], got {tuple(win_fill.shape)}",
     )
+    check_same_device("window_reset", win_fill, state_indices=state_indices)
 
 
 @torch.library.register_fake("gdn::decode_buffered")
@@ -359,8 +365,10 @@ def _(projected, conv_weight, conv_bias, A_log, dt_bias, norm_weight, conv_state
         lambda: f"{op}: state: expected [P, HV, V, K], got {tuple(state.shape)}",
     )
     return _decode_output(op, projected, conv_state, state.shape[1], state.shape[2], state=state,
-                          conv_weight=conv_weight, norm_weight=norm_weight,
-                          state_indices=state_indices)  # fmt: skip
+                          conv_weight=conv_weight, conv_bias=conv_bias, A_log=A_log,
+                          dt_bias=dt_bias, norm_weight=norm_weight, state_indices=state_indices,
+                          has_initial_state=has_initial_state, cu_seqlens=cu_seqlens,
+                          num_accepted=num_accepted)  # fmt: skip
 
 
 @torch.library.register_fake("gdn::decode_lowrank")
@@ -371,5 +379,7 @@ def _(projected, conv_weight, conv_bias, A_log, dt_bias, norm_weight, conv_state
     op = "decode_lowrank"
     _check_window(op, projected, win_k, win_u, win_g, win_fill)
     return _decode_output(op, projected, conv_state, win_u.shape[1], win_u.shape[3],
-                          conv_weight=conv_weight, norm_weight=norm_weight,
-                          state_indices=state_indices)  # fmt: skip
+                          conv_weight=conv_weight, conv_bias=conv_bias, A_log=A_log,
+                          dt_bias=dt_bias, norm_weight=norm_weight, state_indices=state_indices,
+                          has_initial_state=has_initial_state, cu_seqlens=cu_seqlens,
+                          num_accepted=num_accepted)  # fmt: skip

@@ -1,0 +1,313 @@
+"""Every invalid call raises before any byte is written.
+
+For each op a valid call is built, in batch form and packed, and then broken in one argument at a
+time: dtype, rank, each size by one, device, expanded or overlapping memory, numbers and strings out
+of range, indices, lengths and counts that the host can see. Each must raise an error that names the
+op and an argument that does not fit, and leave every tensor of the call as it was.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from common import make_layer, make_pool, make_qkv
+from torch import Tensor
+
+import gdn_ops
+from gdn_ops import windows
+
+H, HV, K, V, W, R, T, P = 2, 6, 8, 4, 4, 5, 3, 7
+C = 2 * H * K + HV * V
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+WINDOW = ("win_k", "win_u", "win_g", "win_fill")
+
+
+def window() -> dict[str, Tensor]:
+    """Two entries each, both from the call before."""
+    w = windows.allocate(P, H, HV, K, V, R)
+    for x in w[:3]:
+        x[:, :, :2] = -torch.rand(x[:, :, :2].shape)
+    w.fill[:] = 2 | 1 << 8
+    return dict(zip(WINDOW, w, strict=True))
+
+
+def qkv(B: int, T: int) -> dict[str, Tensor]:
+    return dict(zip(("q", "k", "v", "g", "beta"), make_qkv(B, T, H, HV, K, V), strict=True))
+
+
+def sequences(packed: bool, rows: str = "state_indices") -> dict[str, Tensor]:
+    """Three sequences; packed, of lengths 3, 0 and 2."""
+    extra = {rows: torch.tensor([4, 0, 2]), "has_initial_state": torch.tensor([True, False, True])}
+    return extra | ({"cu_seqlens": torch.tensor([0, 3, 3, 5])} if packed else {})
+
+
+def layer(packed: bool, T: int = T) -> dict[str, Tensor]:
+    return make_layer(*((1, 5) if packed else (3, T)), H, HV, K, V, W)
+
+
+def conv_pool(extra: int = 0) -> Tensor:
+    return torch.randn(P, C, W - 1 + extra)
+
+
+def gates(B: int, T: int) -> dict[str, Tensor]:
+    x = torch.randn(2, B, T, HV)
+    return {"a": x[0], "b": x[1], "A_log": torch.rand(HV), "dt_bias": torch.randn(HV)}
+
+
+def valid(op: str, packed: bool) -> dict:
+    """Arguments by name of a call that works."""
+    B, tokens = (1, 5) if packed else (3, T)
+    state = {"state": make_pool(P, HV, V, K)}
+    table = {"state_indices": torch.tensor([[4, 1, 3], [0, 5, -1], [-1, -1, -1]]),
+             "num_accepted": torch.tensor([2, 1, 0, 9])}  # fmt: skip
+    conv = {"weight": torch.randn(C, W), "bias": torch.randn(C)}
+    x = {"x": torch.randn(B, tokens, C)}
+    decode = layer(packed) | {"num_k_heads": H, "head_k_dim": K, "activation": "silu"}
+    calls = {
+        "recurrent": lambda: qkv(B, tokens) | state | sequences(packed) | table,
+        "recurrent_gated": lambda: {
+            **{n: x for n, x in qkv(B, tokens).items() if n in "qkv"},
+            **gates(B, tokens), **state, **sequences(packed),
+        },
+        "recurrent_buffered": lambda: qkv(B, tokens) | state | window() | sequences(packed)
+        | {"num_accepted": torch.tensor([2, 1, 0])},
+        "recurrent_lowrank": lambda: qkv(B, tokens) | window() | sequences(packed)
+        | {"num_accepted": torch.tensor([2, 1, 0])},
+        "window_flush": lambda: state | window() | {"state_indices": torch.tensor([4, -1, 2])},
+        "window_reset": lambda: {
+            "win_fill": window()["win_fill"], "state_indices": torch.tensor([4, -1, 2])
+        },
+        "chunk": lambda: qkv(B, tokens)
+        | {"initial_state": torch.randn(3, HV, V, K), "chunk_size": 16}
+        | ({"cu_seqlens": torch.tensor([0, 3, 3, 5])} if packed else {}),
+        "chunk_prefill": lambda: qkv(B, tokens) | state | sequences(packed, "read_indices")
+        | {"write_indices": torch.tensor([1, 3, -1]), "edge_rows": torch.tensor([[5], [6], [-1]]),
+           "chunk_size": 16},
+        "chunk_lowrank": lambda: qkv(B, tokens) | window() | sequences(packed) | {"chunk_size": 16},
+        "conv1d": lambda: x | conv | {"initial_state": torch.randn(3, C, W - 1)}
+        | ({"cu_seqlens": torch.tensor([0, 3, 3, 5])} if packed else {}) | {"activation": "silu"},
+        "short_conv": lambda: x | conv | {"conv_state": conv_pool(T - 1), "conv_leading": True}
+        | sequences(packed) | {"num_accepted": torch.tensor([2, 1, 0]), "activation": "silu"},
+        "gating": lambda: gates(B, tokens),
+        "conv_gating": lambda: {
+            "mixed_qkv": torch.randn(B, tokens, C), **gates(B, tokens),
+            "conv_weight": torch.randn(C, W), "conv_bias": torch.randn(C),
+            "conv_state": conv_pool(), "num_k_heads": H, "head_k_dim": K, "activation": "silu",
+            **sequences(packed),
+        },
+        "gated_rms_norm": lambda: {
+            "x": torch.randn(B, tokens, V), "gate": torch.randn(B, tokens, V),
+            "weight": torch.randn(V),
+        },
+        "decode": lambda: decode | {"conv_state": conv_pool()} | state | sequences(packed),
+        "decode_buffered": lambda: decode | {"conv_state": conv_pool()} | state | window()
+        | sequences(packed),
+        "decode_lowrank": lambda: decode | {"conv_state": conv_pool()} | window()
+        | sequences(packed),
+    }  # fmt: skip
+    return calls[op]()
+
+
+OPS = ("recurrent", "recurrent_gated", "recurrent_buffered", "recurrent_lowrank", "window_flush",
+       "window_reset", "chunk", "chunk_prefill", "chunk_lowrank", "conv1d", "short_conv", "gating",
+       "conv_gating", "gated_rms_norm", "decode", "decode_buffered", "decode_lowrank")  # fmt: skip
+AUTOGRAD = ("chunk", "conv1d", "gating", "gated_rms_norm")
+INDICES = ("state_indices", "read_indices", "write_indices", "cu_seqlens", "num_accepted",
+           "edge_rows", "has_initial_state", "win_fill")  # fmt: skip
+
+
+def resized(x: Tensor, dim: int, by: int) -> Tensor:
+    """The same values with one more or one less in a dimension."""
+    if by < 0:
+        return x.narrow(dim, 0, x.shape[dim] - 1).clone()
+    return torch.cat([x, x.narrow(dim, x.shape[dim] - 1, 1)], dim)
+
+
+def fits(op: str, args: dict, name: str, dim: int, by: int) -> bool:
+    """Sizes that may differ by one and make another valid call."""
+    if name in ("state", "conv_state") and dim == 0:  # the rows in use are below P - 1
+        return name == "conv_state" or "win_fill" not in args
+    batch = "cu_seqlens" not in args
+    return (
+        (name == "conv_state" and dim == 2 and by > 0)
+        or (name == "initial_state" and op == "conv1d" and dim == 2 and by > 0)
+        or (name == "num_accepted" and (by > 0 or len(args[name]) > 3))
+        or (name == "edge_rows" and dim == 1)
+        or (name == "state_indices" and dim == 1 and by > 0)  # fewer columns than tokens do not
+        or op == "window_reset"
+        or (op == "window_flush" and name == "state_indices")
+        or (op == "window_flush" and name == "win_k" and dim == 1)  # HV is a multiple of 1 and 3
+        # A shorter filter has history to spare.
+        or (name in ("weight", "conv_weight") and dim == 1 and (by < 0 or op == "short_conv"))
+        # The tokens are one tensor, so another number of them is another call.
+        or (batch and dim == 1 and name in ("x", "projected") and (by < 0 or op != "short_conv")
+            and op != "gated_rms_norm")
+    )  # fmt: skip
+
+
+def breaks(op: str, args: dict) -> Iterator[tuple[str, str, dict]]:
+    """(argument, what is wrong, the arguments)."""
+    tensors = {n: x for n, x in args.items() if isinstance(x, Tensor)}
+    for name, x in tensors.items():
+        index = name in INDICES
+        wrong = torch.float32 if index else torch.float64
+        if not (op == "chunk" and name == "q"):  # float64 is its own path, judged by q
+            yield name, f"dtype {wrong}", {**args, name: x.to(wrong)}
+        yield name, "int16", {**args, name: x.to(torch.int16)}
+        if name in ("win_g", "initial_state") and op != "conv1d":
+            yield name, "bfloat16", {**args, name: x.bfloat16()}
+        yield name, "one dimension more", {**args, name: x[None]}
+        if x.dim() > 1 and not (name in ("state_indices",) and op == "recurrent"):
+            yield name, "one dimension less", {**args, name: x[0].clone()}
+        yield name, "no dimension", {**args, name: x.flatten()[0].clone()}
+        yield name, "another device", {**args, name: x.to("meta")}
+        for dim in range(x.dim()):
+            for by in (1, -1):
+                if not fits(op, args, name, dim, by):
+                    yield name, f"size {by:+d} in {dim}", {**args, name: resized(x, dim, by)}
+        if x.is_floating_point() and op not in AUTOGRAD:
+            yield name, "requires grad", {**args, name: x.clone().requires_grad_()}
+    written = [n for n in ("state", "conv_state", *WINDOW) if n in args]
+    for name in written:
+        x = args[name]
+        yield name, "expanded", {**args, name: x[:1].expand_as(x)}
+        for other in written:
+            y = args[other]
+            if other != name and x.dtype == y.dtype and x.numel() >= y.numel():
+                shared = torch.as_strided(x, y.shape, y.stride())
+                yield name, f"over {other}", {**args, other: shared}
+    if "state" in args:
+        spread = torch.empty(P, HV, V, 2 * K)[..., ::2].copy_(args["state"])
+        yield "state", "neither K nor V contiguous", {**args, "state": spread}
+    yield from broken_values(op, args)
+
+
+def broken_values(op: str, args: dict) -> Iterator[tuple[str, str, dict]]:
+    for name in ("state_indices", "read_indices", "write_indices", "edge_rows"):
+        if name in args:
+            x = args[name].clone()
+            x[0] = P
+            yield name, "row P", {**args, name: x}
+            yield name, "row 2^40", {**args, name: x.where(x < P, 2**40)}
+    if "cu_seqlens" in args:
+        for bad in ([0, 3, 2, 5], [0, 3, 3, 4], [0, 3, 3, 6], [1, 3, 3, 5], [0, -1, 3, 5], [0, 5]):
+            yield "cu_seqlens", str(bad), {**args, "cu_seqlens": torch.tensor(bad)}
+        first = next(iter(args.values()))
+        if first.dim() > 2:
+            batch = {n: x.expand(2, *x.shape[1:]).clone() if n in TOKENS else x
+                     for n, x in args.items()}  # fmt: skip
+            yield "cu_seqlens", "B = 2", batch
+    if "num_accepted" in args:
+        x = args["num_accepted"].clone()
+        x[0] = 6
+        yield "num_accepted", "6", {**args, "num_accepted": x}
+        if "state_indices" in args and args["state_indices"].dim() == 2:
+            rows = args["state_indices"][:, 0].clone()
+            yield "num_accepted", "no columns", {**args, "state_indices": rows}
+    if "win_k" in args:
+        for packed in (R + 1, 1 << 24, -1, R << 16):
+            fill = args["win_fill"].clone()
+            fill[[4, 2]] = packed
+            # A prefill takes fill and head as they come and starts a fresh window from them.
+            if op != "chunk_lowrank":
+                yield "win_fill", hex(packed), {**args, "win_fill": fill}
+        many = windows.allocate(P, H, HV, K, V, 64)
+        wide = {n: torch.cat([x, x[:, :, :1]], 2) for n, x in zip(WINDOW[:3], many, strict=False)}
+        yield "win_k", "R = 65", {**args, **wide}
+        none = {n: args[n][:, :, :0] for n in WINDOW[:3]}
+        yield "win_k", "R = 0", {**args, **none}
+    for name, values in (
+        ("chunk_size", (0, -1, 15, 129)),
+        ("num_k_heads", (0, -1, H + 1, 4)),
+        ("head_k_dim", (0, -1, K + 1, 513)),
+        ("activation", ("gelu", "", "SiLU")),
+    ):
+        for value in values if name in args else ():
+            yield name, repr(value), {**args, name: value}
+    if op == "recurrent_buffered" and "cu_seqlens" not in args:
+        yield "q", "T > R", args | qkv(3, R + 1)
+    if op.startswith("decode") and "cu_seqlens" not in args:
+        yield "projected", "17 tokens", args | {"projected": layer(False, 17)["projected"]}
+    if op in ("short_conv", "conv_gating", "decode"):
+        if "conv_leading" in args:
+            yield "num_accepted", "trailing", {**args, "conv_leading": False}
+        narrow = args["conv_state"][..., : W - 2].clone()
+        yield "conv_state", "too few columns", {**args, "conv_state": narrow}
+
+
+TOKENS = ("q", "k", "v", "g", "beta", "a", "b", "x", "mixed_qkv", "projected")
+# An argument whose error may name the one that it no longer fits.
+RELATED = ("B", "T", "N", "H", "HV", "K", "V", "C", "D", "W", "L", "R", "tokens", "state_len")
+
+
+def bits(x: Tensor) -> Tensor:
+    whole = x.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8).set_(whole) if x.device.type == "cpu" else x
+
+
+def all_breaks(op: str, packed: bool) -> list[tuple[str, str, dict]]:
+    torch.manual_seed(0)
+    return list(breaks(op, valid(op, packed)))
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
+@pytest.mark.parametrize("op", OPS)
+def test_the_call_to_break_is_valid(op, packed):
+    getattr(gdn_ops, op)(**valid(op, packed))
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
+@pytest.mark.parametrize("op", OPS)
+def test_every_invalid_call_raises_before_any_write(op, packed):
+    names = set(inspect.signature(getattr(gdn_ops, op)).parameters)
+    cases = all_breaks(op, packed)
+    assert len(cases) >= 10
+    wrong = []
+    for name, what, args in cases:
+        problem = attempt(getattr(gdn_ops, op), op, names, args)
+        if problem:
+            wrong.append(f"{name}, {what}: {problem}")
+    assert not wrong, "\n".join(wrong)
+
+
+def attempt(call: Callable, op: str, names: set[str], args: dict) -> str | None:
+    """What is wrong with how the call failed, if anything."""
+    before = {n: bits(x).clone() for n, x in args.items() if isinstance(x, Tensor)}
+    try:
+        call(**args)
+    except (RuntimeError, ValueError, TypeError) as error:
+        message = str(error)
+        problem = None
+        words = set(re.findall(r"\w+", message))
+        if op not in message:
+            problem = f"does not name the op: {message[:200]}"
+        elif not words & (names | set(RELATED)):
+            problem = f"names no argument: {message[:200]}"
+    except Exception as error:
+        problem = f"{type(error).__name__}: {error}"
+    else:
+        problem = "accepted"
+    for name, old in before.items():
+        if args[name].device.type == "cpu" and not torch.equal(old, bits(args[name])):
+            return f"{problem}; {name} was written"
+    return problem
+
+
+def test_an_accepted_break_would_be_seen():
+    """The harness itself: a call that works, and one that writes first, are both reported."""
+    args = valid("recurrent", False)
+    names = set(args)
+    assert "accepted" in attempt(gdn_ops.recurrent, "recurrent", names, args)
+
+    def writes_first(state, **_):
+        state[0] += 1
+        raise RuntimeError("recurrent: q: no")
+
+    assert "was written" in attempt(
+        functools.partial(writes_first), "recurrent", names, valid("recurrent", False)
+    )
