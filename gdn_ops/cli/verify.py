@@ -34,6 +34,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--precision",
         help="modes, like exact,fast (default: exact; all for 16-bit state)",
     )
+    parser.add_argument(
+        "--drift",
+        type=int,
+        nargs="?",
+        const=2000,
+        metavar="STEPS",
+        help="instead: the error after a long run, by state mode and dtype (2000)",
+    )
     parser.add_argument("--seed", type=int, default=0)
 
 
@@ -110,10 +118,48 @@ def _row(op: str, activation: str, state: str | None, mode: str, seed: int) -> l
     ]
 
 
+# What the last tenth of a run may be off by, in roundings to the coarsest dtype in it.
+DRIFT_ROUNDINGS = 16.0
+
+
+def _drift(args: argparse.Namespace, out: Output) -> tuple[int, dict]:
+    from gdn_ops import bench
+    from gdn_ops.bench._timing import DTYPES
+    from gdn_ops.cli._drift import rows
+
+    if args.drift < 1:
+        raise UsageError(f"--drift: expected at least one step, got {args.drift}")
+    activations = {n: DTYPES[n] for n in _dtypes(args.dtype, "dtype")}
+    states = {n: DTYPES[n] for n in _dtypes(args.state, "state")}
+    with out.progress("drift") as status, torch.no_grad():
+        found = rows(args.drift, activations, states, args.seed, status)
+    for r in found:
+        unit = max(torch.finfo(DTYPES[d]).eps for d in (r["dtype"], r["state"]))
+        r["roundings"] = r["last"] / unit
+        r["ok"] = r["roundings"] <= DRIFT_ROUNDINGS
+    machine = bench.machine()
+    out.table(
+        f"drift over {args.drift} steps against float64, RMS relative to the output's, "
+        f"{machine['cpu']}, {machine['isa']}, torch {machine['torch']}",
+        ["mode", "dtype", "state", "first tenth", "last tenth", "largest", "verdict"],
+        [
+            [
+                *(r[c] for c in ("mode", "dtype", "state")),
+                *(f"{r[c]:.1e}" for c in ("first", "last", "max")),
+                "ok" if r["ok"] else "DRIFTS",
+            ]
+            for r in found
+        ],
+    )
+    return int(not all(r["ok"] for r in found)), {"machine": machine, "drift": found}
+
+
 def run(args: argparse.Namespace, out: Output) -> tuple[int, dict]:
     from gdn_ops import bench
     from gdn_ops.cli._cases import CASES
 
+    if args.drift is not None:
+        return _drift(args, out)
     unknown = [op for op in args.ops if op not in CASES]
     if unknown:
         raise UsageError(f"no op {unknown[0]!r} to verify; there are: {', '.join(CASES)}")
