@@ -218,3 +218,50 @@ def test_demo_tokens_are_equal(capsys):
     ]  # fmt: skip
     for row in data["layer"]["eager"][:6]:
         assert row["transformers"] > 0 and row["gdn_ops"] > 0
+
+
+def test_explore_prints_every_table_and_the_verdict(capsys, monkeypatch, tmp_path):
+    """A tiny matrix: each table says what it is, and the projection follows from bytes alone."""
+    monkeypatch.setattr(_timing, "WALK_BYTES", 2**22)
+    plot = tmp_path / "explore.png"
+    code, data = run_json(
+        capsys, "explore", "--quick", "--batch", "1,2", "--heads", "2/6", "--state", "f32,bf16",
+        "--precision", "exact,fast", "--windows", "8", "--no-compile", "--bandwidth", "1e12",
+        "--ranks", "2", "--plot", str(plot),
+    )  # fmt: skip
+    assert code == 0 and plot.stat().st_size > 10_000
+    kinds = {name: data[name]["kind"] for name in TABLES}
+    assert kinds == dict.fromkeys(TABLES, "measured") | {"throughput": "projected"}
+    assert all(data[name]["rows"] for name in TABLES)
+    ours = [r for r in data["scaling"]["rows"] if r["candidate"] == "gdn_ops"]
+    assert [r["batch"] for r in ours] == [1, 2]
+    assert all(r["error"] <= 1 and r["ratio"] > 0 for r in ours)
+    assert all(abs(r["layers_ms"] - 48 * r["ms"]) < 1e-9 and r["model_speedup"] > 0 for r in ours)
+    forms = {(r["candidate"], r["state"], r["precision"]) for r in data["matrix"]["rows"]}
+    assert ("recurrent_lowrank R=8", "f32", "exact") in forms
+    assert ("recurrent_buffered R=8", "bf16", "fast") in forms
+    worst = {r["g"]: r["rel_l2"] for r in data["lowrank"]["rows"]}
+    assert worst["uniform in (-0.5, 0)"] > worst["uniform in (-3, 0)"] > 0
+    full = next(r for r in data["throughput"]["rows"] if r["form"] == "recurrent")
+    state = 2 * 6 * 128 * 128 * 4
+    activations = 2 * (2 * 2 * 128 + 2 * 6 * 128) + 4 * (6 + 6) + 4
+    assert full["mb_per_token"] == pytest.approx(48 * (state + activations) / 1e6)
+    assert full["tokens_per_s_bound"] == pytest.approx(2 * 1e12 / (48 * (state + activations)))
+    assert any("times the goal" in line for line in data["verdict"]["text"])
+
+
+TABLES = ("implementations", "scaling", "matrix", "parts", "lowrank", "throughput")
+
+
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        (("--precision", "quick"), "--precision"),
+        (("--ranks", "3"), "--ranks"),
+        (("--windows", "65"), "--windows"),
+        (("--heads", "2/6,4/12"), "--heads"),
+    ],
+)
+def test_explore_refuses(capsys, options, says):
+    assert main(["explore", *options]) == 2
+    assert says in capsys.readouterr().out

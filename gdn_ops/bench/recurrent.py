@@ -128,20 +128,23 @@ def einsum_step(
     return torch.einsum("bhkv,bhk->bhv", S, q) * scale
 
 
-def einsum(inputs: Inputs, pools: list[Tensor]) -> Candidate:
+def einsum(inputs: Inputs, pools: list[Tensor], compiled: bool = False) -> Candidate:
     q, k, v = inputs.ready
     ratio = v.shape[2] // q.shape[2]
     q, k = (x[:, 0].repeat_interleave(ratio, 1) for x in (q, k))
     v, g, beta = v[:, 0], inputs.g[:, 0], inputs.beta[:, 0]
 
+    step = torch.compile(einsum_step, dynamic=False) if compiled else einsum_step
+
     def call(i: int) -> Tensor:
-        return einsum_step(q, k, v, g, beta, pools[i], K**-0.5)
+        return step(q, k, v, g, beta, pools[i], K**-0.5)
 
     def run() -> tuple[Tensor, Callable[[], Tensor]]:
         return call(0)[:, None], lambda: pools[0].transpose(-1, -2)
 
     check = checker(inputs, lambda: pools[0].transpose(-1, -2), run, torch.float32, torch.float32)
-    return Candidate("torch einsum", call, check, note="q, k normalised and repeated beforehand")
+    name = "torch einsum compiled" if compiled else "torch einsum"
+    return Candidate(name, call, check, note="q, k normalised and repeated beforehand")
 
 
 def transformers_peer(inputs: Inputs, pools: list[Tensor], compiled: bool) -> Candidate:
@@ -264,7 +267,9 @@ def case_rows(
         candidates.append(einsum(inputs, pools))
         candidates.append(transformers_peer(inputs, pools, compiled=False))
         if options.compiled:
+            # First the peer that resets the compiler.
             candidates.append(transformers_peer(inputs, pools, compiled=True))
+            candidates.append(einsum(inputs, pools, compiled=True))
         candidates.append(onnxruntime_peer(inputs, pools))
     case = {
         "family": "recurrent", "op": "recurrent", "heads": f"{H}/{HV}", "batch": B, "tokens": 1,

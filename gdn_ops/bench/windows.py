@@ -53,7 +53,7 @@ def bytes_per_token(
     return base * (1 + 1 / calls) + entry * (read / calls + T)
 
 
-def make_windows(B: int, H: int, HV: int, count: int, full: bool, T: int, seed: int):
+def make_windows(B: int, H: int, HV: int, count: int, full: bool, T: int, seed: int, R: int = R):
     gen = torch.Generator().manual_seed(seed)
     result = []
     for i in range(count):
@@ -71,7 +71,9 @@ def check_rows(got: Tensor, want: Tensor) -> float:
     return scaled_error(got, want, *TOLERANCE[got.dtype])
 
 
-def case_rows(heads, B: int, dtype: torch.dtype, T: int, options: Options) -> list[dict]:
+def case_rows(
+    heads, B: int, dtype: torch.dtype, T: int, options: Options, R: int = R
+) -> list[dict]:
     H, HV = heads
     x = Inputs(B, H, HV, torch.bfloat16, options.seed, T)
     size = B * HV * V * K * dtype.itemsize
@@ -80,7 +82,7 @@ def case_rows(heads, B: int, dtype: torch.dtype, T: int, options: Options) -> li
         size * states, lambda i: fill_pool((B * states, HV, V, K), dtype, options.seed + i), False
     )
     n = len(pools)
-    buffered = make_windows(B, H, HV, n, False, T, options.seed)
+    buffered = make_windows(B, H, HV, n, False, T, options.seed, R)
     rows = x.rows
     table = torch.arange(B * T, dtype=torch.int32).view(B, T) if T > 1 else rows
     accepted = torch.full((B,), T, dtype=torch.int32) if T > 1 else None
@@ -122,7 +124,7 @@ def case_rows(heads, B: int, dtype: torch.dtype, T: int, options: Options) -> li
         ),
     ]
     if T == 1 and dtype == f32:
-        ring = make_windows(B, H, HV, n, True, 1, options.seed)
+        ring = make_windows(B, H, HV, n, True, 1, options.seed, R)
 
         def call_low(i):
             return low(*inputs, *ring[i], rows, None, None, None, None, True)

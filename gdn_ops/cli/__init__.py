@@ -10,13 +10,14 @@ from __future__ import annotations
 import argparse
 import sys
 
-COMMANDS = ("demo", "doctor", "verify", "bench")
+COMMANDS = ("demo", "doctor", "verify", "bench", "explore")
 EPILOG = """examples:
   gdn-ops demo                          a tiny Qwen3.5 model decodes with our ops and without
   gdn-ops doctor --json -               what was built, what is active, what is missing, as JSON
   gdn-ops verify recurrent decode       errors of two op families against float64, by dtype
   gdn-ops bench recurrent --plot scaling.png
   gdn-ops bench --device xpu-twin --json -   bytes, instructions, balance of the Kunlun kernels
+  gdn-ops explore --bandwidth 2.4e12 --ranks 8   the whole matrix, and how far 10K tokens/s is
 """
 
 
