@@ -49,5 +49,32 @@ inline at::Tensor token_output(const at::Tensor& like, at::IntArrayRef sizes,
   return cu_seqlens ? at::zeros(sizes, like.options()) : new_output(like, sizes);
 }
 
+// The kernels read rows of K. A pool in the layout of transformers, [P, HV, K, V] seen transposed,
+// is copied to such rows and back around the launch: on the device, without a look at any index.
+class RowPool {
+ public:
+  // Points `pool`, the block's view of `state`, at rows. `state` may be null: no pool, nothing
+  // done.
+  RowPool(at::Tensor* state, StatePool& pool) : given_(state) {
+    if (!state || pool.s_k == 1) return;
+    TORCH_WARN_ONCE(
+        "gdn_ops: a [P, HV, K, V] pool is copied around every call of an XPU op; allocate [P, HV, "
+        "V, K] to avoid it");
+    copy_ = state->contiguous();
+    pool.ptr = copy_.data_ptr();
+    pool.s_p = copy_.stride(0);
+    pool.s_h = copy_.stride(1);
+    pool.s_v = copy_.stride(2);
+    pool.s_k = 1;
+  }
+  void put_back() {
+    if (copy_.defined()) given_->copy_(copy_);
+  }
+
+ private:
+  at::Tensor* given_;
+  at::Tensor copy_;
+};
+
 }  // namespace xpu
 }  // namespace gdn

@@ -19,7 +19,9 @@ Tensor recurrent_common(const char* op, const Tensor& q, const Tensor& k, const 
   RecurrentArgs a = recurrent_args(op, q, k, v, gates, &state, nullptr, seq, scale, qk_l2norm);
   Tensor o = token_output(q, {q.size(0), q.size(1), a.HV, a.V}, seq.cu_seqlens);
   a.out = view_of(o, a.V);
+  RowPool pool(&state, a.state);
   launch(op, q, [&](void* stream) { recurrent(a, stream); });
+  pool.put_back();
   return o;
 }
 
@@ -50,7 +52,9 @@ Tensor window_common(const char* op, const Tensor& q, const Tensor& k, const Ten
   RecurrentArgs a = recurrent_args(op, q, k, v, {g, beta}, state, &window, seq, scale, qk_l2norm);
   Tensor o = token_output(q, {q.size(0), q.size(1), a.HV, a.V}, seq.cu_seqlens);
   a.out = view_of(o, a.V);
+  RowPool pool(state, a.state);
   launch(op, q, [&](void* stream) { recurrent_window(a, stream); });
+  pool.put_back();
   return o;
 }
 
@@ -80,7 +84,9 @@ void op_window_flush(Tensor& state, Tensor& win_k, Tensor& win_u, Tensor& win_g,
                      const OptTensor& state_indices) {
   const WindowTensors window{win_k, win_u, win_g, win_fill};
   RecurrentArgs a = window_args("window_flush", &state, &window, win_fill, state_indices);
+  RowPool pool(&state, a.state);
   launch("window_flush", win_fill, [&](void* stream) { window_flush(a, stream); });
+  pool.put_back();
 }
 
 void op_window_reset(Tensor& win_fill, const OptTensor& state_indices) {
@@ -163,17 +169,19 @@ Tensor op_gated_rms_norm(const Tensor& x, const Tensor& gate, const Tensor& weig
 
 // Where the layer does not fit one launch: convolution and gates, then the recurrence or a window,
 // then the norm, through scratch of torch's own allocator.
-Tensor decode_common(const char* op, const DecodeTensors& t, int64_t num_k_heads,
+Tensor decode_common(const char* op, const DecodeTensors& t, Tensor* state, int64_t num_k_heads,
                      int64_t head_k_dim, const SeqTensors& seq, std::optional<double> scale,
                      bool qk_l2norm, double eps, const std::string& activation, bool conv_leading) {
   const Tensor& x = t.projected;
   DecodeArgs d = decode_args(op, t, num_k_heads, head_k_dim, seq, scale, qk_l2norm, eps, activation,
                              conv_leading);
   RecurrentArgs& r = d.recurrent;
+  RowPool pool(state, r.state);
   const int64_t B = x.size(0), T = x.size(1);
   if (decode_fits(d)) {
     Tensor y = new_output(x, {B, T, r.HV * r.V});
     launch(op, x, [&](void* stream) { decode(d, y.data_ptr(), stream); });
+    pool.put_back();
     return y;
   }
   // The recurrence normalises instead where a head is wider than the convolution's block.
@@ -214,6 +222,7 @@ Tensor decode_common(const char* op, const DecodeTensors& t, int64_t num_k_heads
       recurrent(r, stream);
     gated_rms_norm(n, stream, r.HV, r.V);
   });
+  pool.put_back();
   return y;
 }
 
@@ -227,8 +236,8 @@ Tensor op_decode(const Tensor& projected, const Tensor& conv_weight, const OptTe
   return decode_common(
       "decode",
       {projected, conv_weight, conv_bias, A_log, dt_bias, norm_weight, conv_state, &state, nullptr},
-      num_k_heads, head_k_dim, {state_indices, has_initial_state, cu_seqlens, num_accepted}, scale,
-      qk_l2norm, eps, activation, conv_leading);
+      &state, num_k_heads, head_k_dim, {state_indices, has_initial_state, cu_seqlens, num_accepted},
+      scale, qk_l2norm, eps, activation, conv_leading);
 }
 
 Tensor op_decode_buffered(const Tensor& projected, const Tensor& conv_weight,
@@ -244,8 +253,8 @@ Tensor op_decode_buffered(const Tensor& projected, const Tensor& conv_weight,
   return decode_common(
       "decode_buffered",
       {projected, conv_weight, conv_bias, A_log, dt_bias, norm_weight, conv_state, &state, &window},
-      num_k_heads, head_k_dim, {state_indices, has_initial_state, cu_seqlens, num_accepted}, scale,
-      qk_l2norm, eps, activation, conv_leading);
+      &state, num_k_heads, head_k_dim, {state_indices, has_initial_state, cu_seqlens, num_accepted},
+      scale, qk_l2norm, eps, activation, conv_leading);
 }
 
 Tensor op_decode_lowrank(const Tensor& projected, const Tensor& conv_weight,
@@ -260,7 +269,7 @@ Tensor op_decode_lowrank(const Tensor& projected, const Tensor& conv_weight,
   return decode_common("decode_lowrank",
                        {projected, conv_weight, conv_bias, A_log, dt_bias, norm_weight, conv_state,
                         nullptr, &window},
-                       num_k_heads, head_k_dim,
+                       nullptr, num_k_heads, head_k_dim,
                        {state_indices, has_initial_state, cu_seqlens, num_accepted}, scale,
                        qk_l2norm, eps, activation, conv_leading);
 }

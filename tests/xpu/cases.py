@@ -83,11 +83,12 @@ def untouched(name: str, got: torch.Tensor, before: torch.Tensor, rows) -> None:
         "raw gates": {"act": bf16, "state": f32, "raw": True},
         "gates gone": {"act": f32, "state": f16, "clear": True},
         "strided pool": {"act": f32, "state": f16, "strided": True},
+        "transposed pool": {"act": f32, "state": f16, "transposed": True, "rows": [3, -1, 6]},
         "many": {"act": f16, "state": f16, "B": 40, "H": 2, "HV": 6, "K": 64, "V": 64},
     }
 )
 def recurrent(act, state, B=3, H=2, HV=6, K=128, V=128, l2norm=True, scale=None, rows=None,
-              fresh=(), raw=False, clear=False, strided=False):  # fmt: skip
+              fresh=(), raw=False, clear=False, strided=False, transposed=False):  # fmt: skip
     g = generator()
     q, k, v, gates, beta = tokens(g, B, 1, H, HV, K, V, act)
     P = 9 if B < 8 else B + 2
@@ -96,6 +97,8 @@ def recurrent(act, state, B=3, H=2, HV=6, K=128, V=128, l2norm=True, scale=None,
         wide = torch.zeros(P, HV, V, K + 32).to(state)
         wide[..., :K] = pool
         pool = wide[..., :K]
+    if transposed:
+        pool = pool.transpose(2, 3).contiguous().transpose(2, 3)
     idx = None if rows is None else torch.as_tensor(rows)
     has = None
     if fresh:
@@ -422,6 +425,7 @@ def gated_rms_norm(act, gate, weight, rows, V=128, span=1.0):
         "waves": {"act": f16, "state": f16, "B": 70, "H": 12, "HV": 12, "K": 64, "V": 32},
         "leading": {"act": f16, "state": f32, "leading": True, "L": 3},
         "strided state": {"act": f32, "state": f16, "strided": True, "B": 2},
+        "transposed state": {"act": f32, "state": f32, "transposed": True, "B": 2},
         "K 256 in three launches": {
             "act": f32,
             "state": f32,
@@ -444,7 +448,7 @@ def gated_rms_norm(act, gate, weight, rows, V=128, span=1.0):
     }
 )
 def decode(act, state, B=3, H=2, HV=6, K=128, V=128, T=1, rows=None, fresh=(), by_column=True, L=4,
-           leading=False, strided=False, roundings=1.0, l2norm=True):  # fmt: skip
+           leading=False, strided=False, transposed=False, roundings=1.0, l2norm=True):  # fmt: skip
     g = generator(6)
     C = 2 * H * K + HV * V
     x = torch.randn(B, T, C + HV * V + 2 * HV, generator=g).to(act)
@@ -460,6 +464,8 @@ def decode(act, state, B=3, H=2, HV=6, K=128, V=128, T=1, rows=None, fresh=(), b
         wide = torch.zeros(P, HV, V, K + 32).to(state)
         wide[..., :K] = pool
         pool = wide[..., :K]
+    if transposed:
+        pool = pool.transpose(2, 3).contiguous().transpose(2, 3)
     idx = None if rows is None else torch.tensor(rows)
     has = None
     if fresh:
@@ -658,6 +664,70 @@ def recurrent_lowrank(steps, act, R, B=2, H=1, HV=2, K=128, V=128, k=f32, u=f32)
         )
         ops.window_reset(fill, to_device(idx))
         assert fill.cpu().eq(0).all(), "window_reset left a count"
+
+    return run
+
+
+@cases(
+    {
+        "buffered": {"act": f32},
+        "buffered, f16": {"act": f16, "state": f16, "window": f16},
+        "buffered, drafts": {"act": f32, "T": 2, "accepted": [2, 1, 0, 1]},
+        "buffered, transposed": {"act": f32, "transposed": True},
+        "lowrank": {"act": f32, "state": None},
+        "lowrank, bf16": {"act": bf16, "state": None, "window": bf16},
+        "lowrank, drafts": {"act": f32, "state": None, "T": 2, "accepted": [2, 1, 0, 1]},
+    }
+)
+def decode_window(act, state=f32, window=f32, T=1, accepted=None, transposed=False, H=1, HV=3, K=64,
+                  V=64, R=4):  # fmt: skip
+    """One call at every fill level, one of them a ring that has wrapped; fresh and padding rows."""
+    g = generator(10)
+    B, P = 4, 6
+    C, L = 2 * H * K + HV * V, 4 + T - 1
+    x = torch.randn(B, T, C + HV * V + 2 * HV, generator=g).to(act)
+    w = (0.5 * torch.randn(C, 4, generator=g)).to(act)
+    A_log, dt_bias = torch.rand(HV, generator=g), torch.randn(HV, generator=g)
+    norm = torch.randn(V, generator=g).to(act)
+    conv = torch.randn(P, L, C, generator=g).to(act).transpose(1, 2)
+    keys = torch.nn.functional.normalize(torch.randn(P, H, R, K, generator=g), dim=-1)
+    pools = [keys.to(window), (0.3 * torch.randn(P, HV, R, V, generator=g)).to(window),
+             -torch.rand(P, HV, R, generator=g)]  # fmt: skip
+    pools.append(torch.tensor([R, 2, R + 256, 0, 1, 3], dtype=torch.int32))
+    if state is None:
+        pools[3][2] += 65536 * 3
+    base = []
+    if state is not None:
+        pool = (0.3 * torch.randn(P, HV, V, K, generator=g)).to(state)
+        if transposed:
+            pool = pool.transpose(2, 3).contiguous().transpose(2, 3)
+        base = [pool]
+    idx = torch.tensor([2, 5, -1, 0])
+    has = torch.tensor([True, False, True, True])
+    acc = None if accepted is None else torch.tensor(accepted)
+    tail = (H, K, idx, has, None, acc, None, True, 1e-6, "silu", acc is not None)
+    name = "decode_lowrank" if state is None else "decode_buffered"
+    head = (x, w, None, A_log, dt_bias, norm, conv)
+    want, conv_want, *base_want, window_want = getattr(reference, name)(*head, *base, *pools, *tail)
+    stored = max(EPS[window], EPS[state or f32])
+    noise = 64 if stored == EPS[f32] else 8 * stored * 2.0**22
+
+    def run():
+        moved = [to_device(t) for t in (*head, *base, *pools)]
+        y = getattr(ops, name)(*moved, *[to_device(t) for t in tail])
+        assert_close("y", y, want, roundings=4, noise=noise)
+        assert_close("conv_state", moved[6], conv_want, noise=0)
+        if base:
+            assert_close("state", moved[7], base_want[0], noise=noise)
+        got = moved[-4:]
+        assert got[3].cpu().tolist() == window_want[3].tolist(), "win_fill"
+        for row in (2, 5, 0):
+            word = int(window_want[3][row])
+            live = [((word >> 16) + i) % R for i in range(word & 255)]
+            for what, mine, theirs in zip(("win_k", "win_u"), got, window_want, strict=False):
+                assert_close(what, mine[row, :, live], theirs[row, :, live], noise=noise)
+            mine, theirs = (t[2].cpu()[row, :, live].double() for t in (got, window_want))
+            assert torch.allclose(mine.exp(), theirs.exp(), atol=1e-6), "win_g"
 
     return run
 

@@ -57,8 +57,10 @@ def test_a_view_of_a_pool_is_written_in_place(device):
     assert changed == [False, True, True, False]
 
 
-@pytest.mark.parametrize("state_mode", ["full", "buffered"])
-def test_a_whole_layer_agrees_with_the_cpu(device, state_mode):
+@pytest.mark.parametrize(
+    ("state_mode", "length"), [("full", 7), ("full", 20), ("buffered", 20), ("lowrank", 20)]
+)
+def test_a_whole_layer_agrees_with_the_cpu(device, state_mode, length):
     from gdn_ops.nn import GatedDeltaNet
 
     torch.manual_seed(0)
@@ -66,7 +68,7 @@ def test_a_whole_layer_agrees_with_the_cpu(device, state_mode):
     on_twin = GatedDeltaNet(96, 2, 4, head_k_dim=64, head_v_dim=64, state_mode=state_mode, window=4)
     on_twin.load_state_dict(layer.state_dict())
     on_twin = on_twin.to(device)
-    prompt, token = torch.randn(3, 7, 96), torch.randn(6, 3, 1, 96)
+    prompt, token = torch.randn(3, length, 96), torch.randn(6, 3, 1, 96)
     with torch.no_grad():
         states, twin_states = layer.allocate(3), on_twin.allocate(3)
         want = [layer.prefill(prompt, states)]
@@ -96,6 +98,51 @@ def test_compile_traces_the_op(device):
         got = step(*moved, compiled)
     assert torch.equal(got.cpu(), want.cpu())
     assert torch.equal(compiled.cpu(), plain.cpu())
+
+
+def test_compile_traces_a_layer(device):
+    """Prefill and decode in one graph each, and the values of eager."""
+    from gdn_ops.nn import GatedDeltaNet
+
+    torch.manual_seed(0)
+    layer = GatedDeltaNet(32, 1, 2, head_k_dim=64, head_v_dim=64).to(device)
+    prompt, token = torch.randn(2, 18, 32).to(device), torch.randn(2, 1, 32).to(device)
+    results = []
+    for wrap in (lambda f: f, torch.compile(backend="aot_eager", fullgraph=True)):
+        states = layer.allocate(2)
+        with torch.no_grad():
+            y = wrap(layer.prefill)(prompt, states)
+            results.append((y, wrap(layer.decode)(token, states), states.state))
+    for eager, compiled in zip(*results, strict=True):
+        assert torch.equal(eager.cpu(), compiled.cpu())
+
+
+@pytest.mark.parametrize("op", ["recurrent_buffered", "recurrent_lowrank"])
+def test_a_window_moves_between_the_devices(device, op):
+    """Whoever wrote an entry, the other reads it; the counts are equal to the bit."""
+    from gdn_ops import windows
+
+    H, HV, K, V, R, B = 1, 2, 64, 64, 4, 3
+    g = torch.Generator().manual_seed(4)
+    pools = [*windows.allocate(B, H, HV, K, V, R)]
+    if op == "recurrent_buffered":
+        pools.insert(0, torch.zeros(B, HV, V, K))
+    alone, shared = [x.clone() for x in pools], pools
+    accepted = [[2, 2, 2], [1, 2, 0], [2, 1, 2], [2, 2, 1], [1, 1, 1], [2, 2, 2]]
+    for step, counts in enumerate(accepted):
+        x = [torch.randn(B, 2, n, d, generator=g) for n, d in ((H, K), (H, K), (HV, V))]
+        x += [-torch.rand(B, 2, HV, generator=g), torch.rand(B, 2, HV, generator=g)]
+        kw = {"num_accepted": torch.tensor(counts), "qk_l2norm": True}
+        where = device if step % 2 else "cpu"
+        moved = [t.to(where) for t in shared]
+        with torch.no_grad():
+            want = getattr(gdn_ops, op)(*x, *alone, **kw)
+            kw["num_accepted"] = kw["num_accepted"].to(where)
+            got = getattr(gdn_ops, op)(*[t.to(where) for t in x], *moved, **kw)
+        shared = [t.cpu() for t in moved]
+        torch.testing.assert_close(got.cpu(), want, rtol=1e-5, atol=1e-5)
+        assert torch.equal(shared[-1], alone[-1]), f"win_fill after step {step}"
+    assert shared[-1].ne(0).all()
 
 
 def test_inputs_that_require_grad_are_refused(device):

@@ -36,6 +36,26 @@ def test_prefill_of_256_sequences_in_one_call():
     assert_close("state", device_state, pool, noise=16)
 
 
+def test_chunked_prefill_of_256_sequences_in_one_call():
+    lengths = 1 + torch.arange(256) % 21
+    lengths[[7, 100]] = 0
+    cu = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)]).int()
+    inputs = qkvgb(1, int(cu[-1]), 1, 2, 64, 64, f16)
+    state = torch.zeros(300, 2, 64, 64, dtype=f16)
+    rows = torch.randperm(300, generator=torch.Generator().manual_seed(3))[:256]
+    want, pool = reference.chunk_prefill(*inputs, state, rows, None, None, cu, None, None, True, 32)
+    device_state = to_device(state)
+    with torch.no_grad():
+        o = gdn_ops.chunk_prefill(
+            *map(to_device, inputs), device_state, to_device(rows), cu_seqlens=to_device(cu),
+            qk_l2norm=True, chunk_size=32,
+        )  # fmt: skip
+    assert_close("o", o, want, noise=16)
+    assert_close("state", device_state, pool, noise=16)
+    kernels = {r["kernel"] for r in xpu_twin.reports()}
+    assert kernels >= {"chunk_rows", "chunk_gates", "chunk_decay", "chunk_solve"}
+
+
 def test_speculative_convolution_of_two_tokens():
     """Accepted tokens end the window at the last of them: history 1 2 3, drafts 4 5 6."""
     weight = torch.tensor([[1.0, 10.0, 100.0, 1000.0]])
@@ -121,9 +141,5 @@ def test_limits_are_refused_by_name():
     with torch.no_grad():
         with pytest.raises(RuntimeError, match="K = 300"):
             gdn_ops.recurrent(*map(to_device, inputs), to_device(state))
-        inputs = qkvgb(1, 1, 1, 1, 64, 64, f32)
-        with pytest.raises(RuntimeError, match="transposed"):
-            gdn_ops.recurrent(
-                *map(to_device, inputs), to_device(torch.zeros(1, 1, 64, 64)).transpose(2, 3)
-            )
-    assert xpu_twin.available()
+        with pytest.raises(RuntimeError, match="K = 300"):
+            gdn_ops.chunk(*map(to_device, inputs))

@@ -39,13 +39,6 @@ void refuse_large_k(int64_t K) {
                       std::to_string(kMaxK) + " (local memory of a core)");
 }
 
-void refuse_transposed(const StatePool& s) {
-  if (s.s_k != 1)
-    throw Unsupported(
-        "state: the XPU kernels take a [P, HV, V, K] pool with K contiguous; this is the "
-        "transposed view of a [P, HV, K, V] pool");
-}
-
 constexpr int64_t kMaxConvTaps = 4;       // W
 constexpr int64_t kMaxHistoryBytes = 16;  // of one channel whose columns are contiguous
 constexpr int64_t kConvBlockWidth = 128;
@@ -137,7 +130,6 @@ Cut cut_rows(int64_t heads, int64_t V) {
 void recurrent(const RecurrentArgs& a, void* stream) {
   if (a.seqs.N == 0 || a.seqs.T == 0) return;
   refuse_large_k(a.K);
-  refuse_transposed(a.state);
   RecurrentParams p{};
   p.q = tensor4(a.q, "q");
   p.k = tensor4(a.k, "k");
@@ -186,7 +178,6 @@ WindowParams window_params(const RecurrentArgs& a) {
     throw Unsupported("V = " + std::to_string(a.V) + ": the XPU windows take multiples of 32");
   WindowParams p{};
   if (a.state.ptr) {
-    refuse_transposed(a.state);
     p.state = address(a.state.ptr);
     p.s_p = a.state.s_p;
     p.s_h = a.state.s_h;
