@@ -1,0 +1,780 @@
+// The CPU kernels without torch: odd sizes, odd strides, every dtype, padding, at every instruction
+// set that this processor has. scripts/check_sanitizers.sh builds it under sanitizers.
+//
+//   driver CASES [SEED] [THREADS]
+//
+// Every tensor is a block of its own that ends with its last element, either on the heap (where
+// AddressSanitizer watches both ends) or against a page that may not be touched (which also stops
+// what instrumentation does not see: masked loads, builtins). A case is built from its seed once
+// for each instruction set; what the kernels wrote must agree with the scalar level, and whatever
+// is not an element of a written view must keep its bytes.
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <map>
+#include <memory>
+#include <numeric>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "../../csrc/cpu/table.h"
+#include "../../csrc/half.h"
+
+using namespace gdn;
+
+namespace {
+
+constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
+
+struct Random {
+  uint64_t state;
+  explicit Random(uint64_t seed) : state(seed * 0x9E3779B97F4A7C15u + 1) {
+    for (int i = 0; i < 4; ++i) next();
+  }
+  uint64_t next() {
+    uint64_t z = (state += 0x9E3779B97F4A7C15u);
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9u;
+    z = (z ^ z >> 27) * 0x94D049BB133111EBu;
+    return z ^ z >> 31;
+  }
+  int64_t upto(int64_t n) { return static_cast<int64_t>(next() % static_cast<uint64_t>(n)); }
+  int64_t between(int64_t a, int64_t b) { return a + upto(b - a + 1); }
+  bool chance(double p) { return uniform() < p; }
+  float uniform() { return static_cast<float>(next() >> 40) / (1 << 24); }
+  float normal() {
+    float sum = 0.f;
+    for (int i = 0; i < 12; ++i) sum += uniform();
+    return sum - 6.f;
+  }
+  template <class T>
+  T pick(std::initializer_list<T> of) {
+    return of.begin()[upto(static_cast<int64_t>(of.size()))];
+  }
+};
+
+int64_t size_of(DType d) { return d == DType::f32 ? 4 : 2; }
+
+float read(const void* p, DType d, int64_t i) {
+  if (d == DType::f32) return static_cast<const float*>(p)[i];
+  if (d == DType::bf16) return to_float(static_cast<const bf16_t*>(p)[i]);
+  return to_float(static_cast<const f16_t*>(p)[i]);
+}
+void write(void* p, DType d, int64_t i, float x) {
+  if (d == DType::f32) static_cast<float*>(p)[i] = x;
+  if (d == DType::bf16) static_cast<bf16_t*>(p)[i] = to_bf16(x);
+  if (d == DType::f16) static_cast<f16_t*>(p)[i] = to_f16(x);
+}
+
+// One tensor: `bytes` bytes and nothing readable right behind them.
+class Block {
+ public:
+  Block(int64_t bytes, bool guarded) : bytes_(bytes) {
+    if (!guarded) {
+      heap_.reset(static_cast<char*>(std::malloc(static_cast<size_t>(bytes))));
+      data_ = heap_.get();
+      return;
+    }
+    const int64_t page = sysconf(_SC_PAGESIZE);
+    const int64_t used = (bytes + page - 1) / page * page;
+    mapped_ = static_cast<size_t>(used + 2 * page);
+    map_ = static_cast<char*>(
+        mmap(nullptr, mapped_, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+    if (map_ == MAP_FAILED) throw std::runtime_error("mmap");
+    if (used && mprotect(map_ + page, static_cast<size_t>(used), PROT_READ | PROT_WRITE)) {
+      throw std::runtime_error("mprotect");
+    }
+    data_ = map_ + page + used - bytes;
+  }
+  Block(const Block&) = delete;
+  Block& operator=(const Block&) = delete;
+  ~Block() {
+    if (map_) munmap(map_, mapped_);
+  }
+  char* data() const { return data_; }
+  int64_t bytes() const { return bytes_; }
+
+ private:
+  struct Free {
+    void operator()(char* p) const { std::free(p); }
+  };
+  std::unique_ptr<char, Free> heap_;
+  char *data_ = nullptr, *map_ = nullptr;
+  size_t mapped_ = 0;
+  int64_t bytes_;
+};
+
+// A written tensor: where its elements are, and what the whole block held before.
+struct Watched {
+  std::string name;
+  const Block* block;
+  DType dtype;
+  bool integers;
+  std::vector<int64_t> elements;
+  std::vector<char> before;
+};
+
+struct Case {
+  Random rng;
+  std::vector<std::unique_ptr<Block>> blocks;
+  std::vector<Watched> watched;
+  double tolerance = 1e-4;  // of f32 results against the scalar level
+
+  explicit Case(uint64_t seed) : rng(seed) {}
+
+  Block& block(int64_t bytes) {
+    blocks.push_back(std::make_unique<Block>(bytes, rng.chance(0.5)));
+    return *blocks.back();
+  }
+  DType dtype() { return rng.pick({DType::f32, DType::bf16, DType::f16}); }
+
+  // Strides of a tensor of the given sizes in a random order of dimensions with gaps, the last
+  // dimension innermost (`inner` 1), with gaps between its elements (0: perhaps), or wherever (-1).
+  std::vector<int64_t> strides(const std::vector<int64_t>& sizes, int inner, bool dense = false) {
+    const int n = static_cast<int>(sizes.size());
+    std::vector<int> order(static_cast<size_t>(n));
+    std::iota(order.begin(), order.end(), 0);
+    if (!dense) {
+      const int movable = inner < 0 ? n : n - 1;
+      for (int i = movable - 1; i > 0; --i) std::swap(order[i], order[rng.upto(i + 1)]);
+    }
+    std::vector<int64_t> s(sizes.size());
+    int64_t step = inner == 0 && !dense && rng.chance(0.25) ? rng.between(2, 3) : 1;
+    for (int i = n - 1; i >= 0; --i) {
+      s[order[i]] = step;
+      step = step * (sizes[order[i]] > 0 ? sizes[order[i]] : 1);
+      if (!dense && rng.chance(0.3)) step += rng.between(1, 5);
+    }
+    return s;
+  }
+  static std::vector<int64_t> offsets(const std::vector<int64_t>& sizes,
+                                      const std::vector<int64_t>& s) {
+    std::vector<int64_t> all{0};
+    for (size_t d = 0; d < sizes.size(); ++d) {
+      std::vector<int64_t> next;
+      next.reserve(all.size() * static_cast<size_t>(sizes[d]));
+      for (int64_t base : all) {
+        for (int64_t i = 0; i < sizes[d]; ++i) next.push_back(base + i * s[d]);
+      }
+      all = std::move(next);
+    }
+    return all;
+  }
+  // A tensor; every element from `value`, gaps NaN. Written ones are watched.
+  template <class Value>
+  void* tensor(const char* name, DType d, const std::vector<int64_t>& sizes,
+               const std::vector<int64_t>& s, bool written, Value value) {
+    const std::vector<int64_t> all = offsets(sizes, s);
+    int64_t last = -1;
+    for (int64_t e : all) last = e > last ? e : last;
+    Block& b = block((last + 1) * size_of(d));
+    for (int64_t i = 0; i <= last; ++i) write(b.data(), d, i, kNaN);
+    for (int64_t e : all) write(b.data(), d, e, value());
+    if (written) watch(name, b, d, false, all);
+    return b.data();
+  }
+  void watch(const char* name, const Block& b, DType d, bool integers, std::vector<int64_t> all) {
+    watched.push_back({name, &b, d, integers, std::move(all), {}});
+  }
+  void snapshot() {
+    for (Watched& w : watched) w.before.assign(w.block->data(), w.block->data() + w.block->bytes());
+  }
+
+  View view(const char* name, DType d, int64_t B, int64_t T, int64_t heads, int64_t n,
+            std::function<float()> value) {
+    const std::vector<int64_t> sizes{B, T, heads, n}, s = strides(sizes, 0);
+    View v;
+    v.dtype = d;
+    v.ptr = tensor(name, d, sizes, s, false, value);
+    v.sb = s[0];
+    v.st = s[1];
+    v.sh = s[2];
+    v.sd = s[3];
+    return v;
+  }
+  // Fresh and contiguous, as glue allocates outputs; NaN until written.
+  View output(const char* name, DType d, int64_t B, int64_t T, int64_t heads, int64_t n) {
+    const std::vector<int64_t> sizes{B, T, heads, n}, s = strides(sizes, 1, true);
+    View v;
+    v.dtype = d;
+    v.ptr = tensor(name, d, sizes, s, true, [] { return kNaN; });
+    v.sb = s[0];
+    v.st = s[1];
+    v.sh = n;
+    v.sd = 1;
+    return v;
+  }
+  Param param(const char* name, DType d, std::vector<int64_t> sizes, std::function<float()> value) {
+    const std::vector<int64_t> s = strides(sizes, 0);
+    Param p;
+    p.dtype = d;
+    p.ptr = tensor(name, d, sizes, s, false, value);
+    p.s0 = s[0];
+    p.s1 = sizes.size() > 1 ? s[1] : 0;
+    return p;
+  }
+  Index index(const std::vector<int64_t>& values, int64_t columns = 0) {
+    const int64_t n = static_cast<int64_t>(values.size()), step = rng.between(1, 2);
+    Index x;
+    x.is64 = rng.chance(0.5);
+    x.s0 = (columns ? columns : 1) * step;
+    x.s1 = columns ? step : 0;
+    const int64_t item = x.is64 ? 8 : 4;
+    Block& b = block(((n - 1) * step + 1) * item * (n > 0));
+    for (int64_t i = 0; i < n; ++i) {
+      const int32_t narrow = static_cast<int32_t>(values[i]);
+      if (x.is64) std::memcpy(b.data() + i * step * 8, &values[i], 8);
+      if (!x.is64) std::memcpy(b.data() + i * step * 4, &narrow, 4);
+    }
+    x.ptr = b.data();
+    return x;
+  }
+
+  float key(int64_t K) { return rng.normal() / std::sqrt(static_cast<float>(K)); }
+  float log_decay() {
+    if (rng.chance(0.02)) return -std::numeric_limits<float>::infinity();
+    return rng.chance(0.05) ? -300.f : rng.chance(0.1) ? 0.f : -rng.uniform();
+  }
+
+  int64_t dim() {
+    return rng.chance(0.1) ? rng.pick<int64_t>({64, 128, 130, 256}) : rng.between(1, 41);
+  }
+  void heads(int64_t& H, int64_t& HV, int64_t& K, int64_t& V) {
+    H = rng.between(1, 3);
+    HV = H * rng.between(1, 3);
+    K = dim();
+    V = dim();
+  }
+
+  // B x T tokens or packed ones, rows of a pool with padding among them.
+  std::vector<int64_t> rows;  // of each sequence; negative = padding
+  std::vector<uint8_t> fresh;
+  Sequences sequences(int64_t most) {
+    Sequences s;
+    s.N = rng.between(1, 4);
+    if (rng.chance(0.05)) s.N = rng.between(70, 90);
+    if (rng.chance(0.5)) {
+      std::vector<int64_t> cu{0};
+      for (int64_t n = 0; n < s.N; ++n) cu.push_back(cu.back() + rng.between(0, most));
+      s.B = 1;
+      s.T = cu.back();
+      s.cu_seqlens = index(cu);
+    } else {
+      s.B = s.N;
+      s.T = rng.between(0, most);
+    }
+    s.P = s.N + rng.between(0, 2);
+    std::vector<int64_t> order(static_cast<size_t>(s.P));
+    std::iota(order.begin(), order.end(), 0);
+    const bool named = rng.chance(0.8);
+    if (named) {
+      for (int64_t i = s.P - 1; i > 0; --i) std::swap(order[i], order[rng.upto(i + 1)]);
+    }
+    rows.assign(order.begin(), order.begin() + s.N);
+    if (named) {
+      for (int64_t& r : rows) r = rng.chance(0.2) ? -rng.between(1, 9) : r;
+      s.state_indices = index(rows);
+    }
+    fresh.assign(static_cast<size_t>(s.N), 0);
+    if (rng.chance(0.5)) {
+      s.s_has = rng.between(1, 2);
+      Block& b = block((s.N - 1) * s.s_has + 1);
+      std::memset(b.data(), 0, static_cast<size_t>(b.bytes()));
+      for (int64_t n = 0; n < s.N; ++n) {
+        fresh[n] = rng.chance(0.3);
+        b.data()[n * s.s_has] = static_cast<char>(!fresh[n]);
+      }
+      s.has_initial_state = reinterpret_cast<const bool*>(b.data());
+    }
+    return s;
+  }
+  // Column j of the state rows of sequence n; the accepted count of the call before.
+  void speculative(Sequences& s, int64_t columns) {
+    std::vector<int64_t> free(static_cast<size_t>(s.N * columns)), table, accepted;
+    std::iota(free.begin(), free.end(), 0);
+    for (int64_t i = s.N * columns - 1; i > 0; --i) std::swap(free[i], free[rng.upto(i + 1)]);
+    for (int64_t n = 0; n < s.N; ++n) {
+      const bool padding = rng.chance(0.2);
+      for (int64_t j = 0; j < columns; ++j) {
+        const bool skip = padding || (j > 0 && rng.chance(0.1));
+        table.push_back(skip ? -1 : free[n * columns + j]);
+      }
+      accepted.push_back(rng.chance(0.1) ? -rng.upto(3) : rng.between(1, columns));
+    }
+    s.P = s.N * columns;
+    s.S = columns;
+    s.state_indices = index(table, columns);
+    s.num_accepted = index(accepted);
+    rows.clear();
+    for (int64_t i = 0; i < s.N * columns; ++i) rows.push_back(table[i]);
+    fresh.assign(rows.size(), 0);
+  }
+  // Whether a pool row is one that the call may read: the others hold NaN.
+  bool readable(int64_t row) const {
+    for (size_t n = 0; n < rows.size(); ++n) {
+      if (rows[n] == row) return !fresh[n];
+    }
+    return false;
+  }
+
+  StatePool state(int64_t P, int64_t HV, int64_t V, int64_t K, DType d) {
+    const bool transposed = rng.chance(0.5);
+    std::vector<int64_t> sizes{P, HV, V, K};
+    std::vector<int64_t> s;
+    if (transposed) {
+      s = strides({P, HV, K, V}, 1);
+      std::swap(s[2], s[3]);
+    } else {
+      s = strides(sizes, 1);
+    }
+    StatePool p;
+    p.dtype = d;
+    p.P = P;
+    p.s_p = s[0];
+    p.s_h = s[1];
+    p.s_v = s[2];
+    p.s_k = s[3];
+    const int64_t each = HV * V * K;
+    int64_t i = 0;
+    p.ptr = tensor("state", d, sizes, s, true,
+                   [&] { return readable(i++ / each) ? rng.normal() : kNaN; });
+    return p;
+  }
+  ConvPool conv_state(int64_t P, int64_t C, int64_t L, DType d, bool leading) {
+    const std::vector<int64_t> sizes{P, C, L}, s = strides(sizes, -1);
+    ConvPool p;
+    p.dtype = d;
+    p.P = P;
+    p.L = L;
+    p.s_p = s[0];
+    p.s_c = s[1];
+    p.s_l = s[2];
+    p.leading = leading;
+    int64_t i = 0;
+    p.ptr = tensor("conv_state", d, sizes, s, true,
+                   [&] { return readable(i++ / (C * L)) ? rng.normal() : kNaN; });
+    return p;
+  }
+  Window window(int64_t P, int64_t H, int64_t HV, int64_t K, int64_t V, int64_t R, bool ring,
+                std::vector<int64_t>* drafts) {
+    std::vector<int64_t> fill(static_cast<size_t>(P)), head(fill), last(fill);
+    for (int64_t p = 0; p < P; ++p) {
+      fill[p] = rng.between(0, R);
+      head[p] = ring && fill[p] == R ? rng.upto(R) : 0;
+      last[p] = drafts && fill[p] > 1 ? rng.upto(fill[p]) : 0;
+    }
+    auto alive = [&](int64_t p, int64_t r) {
+      return readable(p) && (r - head[p] + R) % R < fill[p];
+    };
+    Window w;
+    w.P = P;
+    w.R = R;
+    w.k_dtype = dtype();
+    w.u_dtype = dtype();
+    auto fill_with = [&](int64_t heads, int64_t n, float scale) {
+      return [=, i = int64_t(0)]() mutable {
+        const int64_t p = i / (heads * R * n), r = i / n % R;
+        ++i;
+        return alive(p, r) ? rng.normal() * scale : kNaN;
+      };
+    };
+    const std::vector<int64_t> k_sizes{P, H, R, K}, u_sizes{P, HV, R, V}, g_sizes{P, HV, R};
+    const auto sk = strides(k_sizes, 1), su = strides(u_sizes, 1), sg = strides(g_sizes, 0);
+    w.k = tensor("win_k", w.k_dtype, k_sizes, sk, true,
+                 fill_with(H, K, 1.f / std::sqrt(static_cast<float>(K))));
+    w.u = tensor("win_u", w.u_dtype, u_sizes, su, true, fill_with(HV, V, 1.f));
+    int64_t i = 0;
+    w.g = static_cast<float*>(tensor("win_g", DType::f32, g_sizes, sg, true, [&] {
+      const int64_t p = i / (HV * R), r = i % R;
+      ++i;
+      return alive(p, r) ? -rng.uniform() : kNaN;
+    }));
+    w.sk_p = sk[0], w.sk_h = sk[1], w.sk_r = sk[2];
+    w.su_p = su[0], w.su_h = su[1], w.su_r = su[2];
+    w.sg_p = sg[0], w.sg_h = sg[1], w.sg_r = sg[2];
+    w.s_fill = rng.between(1, 2);
+    Block& b = block(((P - 1) * w.s_fill + 1) * 4);
+    std::memset(b.data(), 0x55, static_cast<size_t>(b.bytes()));
+    w.fill = reinterpret_cast<int32_t*>(b.data());
+    std::vector<int64_t> all;
+    for (int64_t p = 0; p < P; ++p) {
+      w.fill[p * w.s_fill] = static_cast<int32_t>(fill[p] | last[p] << 8 | head[p] << 16);
+      all.push_back(p * w.s_fill);
+    }
+    watch("win_fill", b, DType::f32, true, all);
+    if (drafts) *drafts = last;
+    return w;
+  }
+  // Counts that the windows of the rows allow.
+  void accepted(Sequences& s, const std::vector<int64_t>& drafts) {
+    std::vector<int64_t> counts;
+    for (int64_t r : rows) {
+      counts.push_back(rng.chance(0.1) ? 0 : rng.between(1, r < 0 ? 1 : drafts[r] + 1));
+    }
+    s.num_accepted = index(counts);
+  }
+
+  Gates gates(int64_t B, int64_t T, int64_t HV, bool raw) {
+    Gates g;
+    g.raw = raw;
+    const DType d = raw ? dtype() : DType::f32;
+    g.g = view("g", d, B, T, HV, 1, [&] { return raw ? rng.normal() : log_decay(); });
+    g.beta = view("beta", dtype(), B, T, HV, 1, [&] { return raw ? rng.normal() : rng.uniform(); });
+    if (raw) {
+      g.A_log = param("A_log", dtype(), {HV}, [&] { return rng.uniform(); });
+      g.dt_bias = param("dt_bias", dtype(), {HV}, [&] { return rng.normal(); });
+    }
+    return g;
+  }
+  template <class Args>
+  void tokens(Args& a) {
+    const Sequences& s = a.seqs;
+    const DType d = dtype();
+    a.q = view("q", d, s.B, s.T, a.H, a.K, [&] { return key(a.K); });
+    a.k = view("k", d, s.B, s.T, a.H, a.K, [&] { return key(a.K); });
+    a.v = view("v", d, s.B, s.T, a.HV, a.V, [&] { return rng.normal(); });
+    a.out = output("out", d, s.B, s.T, a.HV, a.V);
+    a.scale = rng.uniform();
+    a.l2norm = rng.chance(0.5);
+  }
+};
+
+using Kernel = std::function<void(const cpu::Kernels&, const cpu::Parallel&)>;
+
+// --- one builder for each kernel of the table
+
+Kernel build_recurrent(Case& c) {
+  auto a = std::make_shared<RecurrentArgs>();
+  c.heads(a->H, a->HV, a->K, a->V);
+  const int64_t most = c.rng.between(1, 6);
+  a->seqs = c.sequences(most);
+  if (c.rng.chance(0.4)) c.speculative(a->seqs, most + c.rng.upto(2));
+  c.tokens(*a);
+  a->gates = c.gates(a->seqs.B, a->seqs.T, a->HV, c.rng.chance(0.4));
+  a->state = c.state(a->seqs.P, a->HV, a->V, a->K, c.dtype());
+  return [a](const cpu::Kernels& k, const cpu::Parallel& p) { k.recurrent(*a, p); };
+}
+
+Kernel build_window(Case& c) {
+  auto a = std::make_shared<RecurrentArgs>();
+  c.heads(a->H, a->HV, a->K, a->V);
+  const int64_t R = c.rng.chance(0.2) ? 64 : c.rng.between(1, 9);
+  const bool base = c.rng.chance(0.5);
+  a->seqs = c.sequences(base ? R < 6 ? R : 6 : 12);
+  c.tokens(*a);
+  a->gates = c.gates(a->seqs.B, a->seqs.T, a->HV, false);
+  std::vector<int64_t> drafts;
+  a->window = c.window(a->seqs.P, a->H, a->HV, a->K, a->V, R, !base, &drafts);
+  if (base) a->state = c.state(a->seqs.P, a->HV, a->V, a->K, c.dtype());
+  if (c.rng.chance(0.5)) c.accepted(a->seqs, drafts);
+  return [a](const cpu::Kernels& k, const cpu::Parallel& p) { k.recurrent_window(*a, p); };
+}
+
+Kernel build_flush(Case& c) {
+  auto a = std::make_shared<RecurrentArgs>();
+  c.heads(a->H, a->HV, a->K, a->V);
+  Sequences s = c.sequences(1);
+  a->seqs.N = a->seqs.B = s.N;
+  a->seqs.P = s.P;
+  a->seqs.state_indices = s.state_indices;
+  c.fresh.assign(c.fresh.size(), 0);
+  a->window = c.window(s.P, a->H, a->HV, a->K, a->V, c.rng.between(1, 12), false, nullptr);
+  a->state = c.state(s.P, a->HV, a->V, a->K, c.dtype());
+  return [a](const cpu::Kernels& k, const cpu::Parallel& p) { k.window_flush(*a, p); };
+}
+
+Kernel build_chunk(Case& c) {
+  auto a = std::make_shared<ChunkArgs>();
+  c.heads(a->H, a->HV, a->K, a->V);
+  a->C = c.rng.pick<int64_t>({16, 17, 32, 64, 128});
+  a->seqs = c.sequences(c.rng.chance(0.3) ? 2 * a->C + 3 : a->C / 2 + 3);
+  c.tokens(*a);
+  a->gates = c.gates(a->seqs.B, a->seqs.T, a->HV, false);
+  if (c.rng.chance(0.4)) {  // functional
+    a->seqs.state_indices = {};
+    std::iota(c.rows.begin(), c.rows.end(), 0);
+    a->seqs.P = a->seqs.N;
+    if (c.rng.chance(0.5)) a->read = c.state(a->seqs.N, a->HV, a->V, a->K, DType::f32);
+    const View w = c.output("final_state", DType::f32, a->seqs.N, a->HV, a->V, a->K);
+    a->write = {w.ptr, DType::f32, a->seqs.N, w.sb, w.st, w.sh, 1};
+  } else {
+    const int64_t N = a->seqs.N, edges = c.rng.upto(3), first = a->seqs.P;
+    const int64_t P = first + N * (1 + edges);
+    a->seqs.P = P;
+    a->read = a->write = c.state(P, a->HV, a->V, a->K, c.dtype());
+    std::vector<int64_t> to, edge;
+    for (int64_t n = 0; n < N; ++n) {
+      to.push_back(c.rng.chance(0.1) ? -1 : first + n);
+      for (int64_t e = 0; e < edges; ++e) {
+        edge.push_back(c.rng.chance(0.2) ? -1 : first + N + n * edges + e);
+      }
+    }
+    if (c.rng.chance(0.5)) a->write_indices = c.index(to);
+    a->edges = edges;
+    if (edges) a->edge_rows = c.index(edge, edges);
+  }
+  return [a](const cpu::Kernels& k, const cpu::Parallel& p) { k.chunk(*a, p); };
+}
+
+Kernel build_chunk_lowrank(Case& c) {
+  auto a = std::make_shared<ChunkArgs>();
+  c.heads(a->H, a->HV, a->K, a->V);
+  a->C = c.rng.pick<int64_t>({16, 33, 64});
+  a->seqs = c.sequences(c.rng.chance(0.3) ? 2 * a->C + 3 : a->C / 2 + 3);
+  c.tokens(*a);
+  a->gates = c.gates(a->seqs.B, a->seqs.T, a->HV, false);
+  const int64_t R = c.rng.chance(0.2) ? 64 : c.rng.between(1, 20);
+  a->window = c.window(a->seqs.P, a->H, a->HV, a->K, a->V, R, true, nullptr);
+  return [a](const cpu::Kernels& k, const cpu::Parallel& p) { k.chunk_lowrank(*a, p); };
+}
+
+Kernel build_gating(Case& c) {
+  auto a = std::make_shared<GatingArgs>();
+  a->rows_b = c.rng.between(0, 3);
+  a->rows_t = c.rng.between(0, 40);
+  a->HV = c.rng.between(1, 50);
+  const Gates g = c.gates(a->rows_b, a->rows_t, a->HV, true);
+  a->a = g.g;
+  a->b = g.beta;
+  a->A_log = g.A_log;
+  a->dt_bias = g.dt_bias;
+  const View x = c.output("g", DType::f32, a->rows_b, a->rows_t, 1, a->HV);
+  const View y = c.output("beta", DType::f32, a->rows_b, a->rows_t, 1, a->HV);
+  a->g = static_cast<float*>(x.ptr);
+  a->beta = static_cast<float*>(y.ptr);
+  return [a](const cpu::Kernels& k, const cpu::Parallel& p) { k.gating(*a, p); };
+}
+
+// Everything of a convolution but its input and output.
+void fill_conv(Case& c, ConvArgs& a, int64_t C, int64_t most, DType d, bool count) {
+  a.C = C;
+  a.W = c.rng.between(1, kMaxConvWidth);
+  const bool leading = c.rng.chance(0.5), speculative = leading && count && c.rng.chance(0.5);
+  const int64_t L = a.W - 1 + (speculative ? most - 1 + c.rng.upto(2) : c.rng.upto(3));
+  a.state = c.conv_state(a.seqs.P, C, L, c.rng.chance(0.5) ? d : DType::f32, leading);
+  a.weight = c.param("conv_weight", c.dtype(), {C, a.W}, [&] { return c.rng.normal() / 2; });
+  if (c.rng.chance(0.5)) {
+    a.bias = c.param("conv_bias", c.dtype(), {C}, [&] { return c.rng.normal() / 8; });
+  }
+  a.silu = c.rng.chance(0.7);
+  if (!speculative) return;
+  std::vector<int64_t> accepted;
+  for (int64_t n = 0; n < a.seqs.N; ++n) {
+    accepted.push_back(c.rng.chance(0.1) ? 0 : c.rng.between(1, L - (a.W - 1) + 1));
+  }
+  a.seqs.num_accepted = c.index(accepted);
+}
+
+Kernel build_short_conv(Case& c) {
+  auto a = std::make_shared<ConvArgs>();
+  const int64_t C = c.rng.chance(0.2) ? c.rng.between(200, 700) : c.rng.between(1, 70);
+  const int64_t most = c.rng.chance(0.3) ? 40 : 4;
+  const DType d = c.dtype();
+  a->seqs = c.sequences(most);
+  fill_conv(c, *a, C, most, d, true);
+  a->x = c.view("x", d, a->seqs.B, a->seqs.T, 1, C, [&] { return c.rng.normal(); });
+  a->y = c.output("y", d, a->seqs.B, a->seqs.T, 1, C);
+  return [a](const cpu::Kernels& k, const cpu::Parallel& p) { k.short_conv(*a, p); };
+}
+
+Kernel build_conv_gating(Case& c) {
+  auto a = std::make_shared<ConvGatingArgs>();
+  c.heads(a->H, a->HV, a->K, a->V);
+  const int64_t C = 2 * a->H * a->K + a->HV * a->V, most = 4;
+  const DType d = c.dtype();
+  a->conv.seqs = c.sequences(most);
+  const Sequences& s = a->conv.seqs;
+  fill_conv(c, a->conv, C, most, d, true);
+  a->conv.x = c.view("x", d, s.B, s.T, 1, C, [&] { return c.rng.normal(); });
+  a->gates = c.gates(s.B, s.T, a->HV, true);
+  a->l2norm = c.rng.chance(0.5);
+  a->q = c.output("q", d, s.B, s.T, a->H, a->K);
+  a->k = c.output("k", d, s.B, s.T, a->H, a->K);
+  a->v = c.output("v", d, s.B, s.T, a->HV, a->V);
+  a->g = static_cast<float*>(c.output("g", DType::f32, s.B, s.T, 1, a->HV).ptr);
+  a->beta = static_cast<float*>(c.output("beta", DType::f32, s.B, s.T, 1, a->HV).ptr);
+  c.tolerance = 1e-3;  // l2norm of a short row
+  return [a](const cpu::Kernels& k, const cpu::Parallel& p) { k.conv_gating(*a, p); };
+}
+
+Kernel build_norm(Case& c) {
+  auto a = std::make_shared<NormArgs>();
+  a->V = c.dim();
+  a->heads = c.rng.chance(0.5) ? 1 : c.rng.between(2, 5);
+  const int64_t outer = c.rng.between(0, 90);
+  a->rows = outer * a->heads;
+  a->dtype = c.dtype();
+  a->gate_dtype = c.dtype();
+  auto rows = [&](const char* name, DType d, int64_t& s_row, int64_t& s_head) {
+    const std::vector<int64_t> sizes{outer, a->heads, a->V}, s = c.strides(sizes, 1);
+    s_row = s[0];
+    s_head = s[1];
+    return c.tensor(name, d, sizes, s, false, [&] { return c.rng.normal(); });
+  };
+  a->x = rows("x", a->dtype, a->s_x, a->s_x_head);
+  a->gate = rows("gate", a->gate_dtype, a->s_gate, a->s_gate_head);
+  a->y = c.output("y", a->dtype, 1, 1, a->rows, a->V).ptr;
+  const DType w = c.rng.chance(0.5) ? a->dtype : c.dtype();
+  a->weight = c.param("weight", w, {a->V}, [&] { return c.rng.normal(); });
+  return [a](const cpu::Kernels& k, const cpu::Parallel& p) { k.gated_rms_norm(*a, p); };
+}
+
+Kernel build_decode_of(Case& c, bool window) {
+  auto a = std::make_shared<DecodeArgs>();
+  RecurrentArgs& r = a->recurrent;
+  ConvGatingArgs& f = a->front;
+  c.heads(r.H, r.HV, r.K, r.V);
+  const int64_t R = c.rng.between(1, 9);
+  const bool base = !window || c.rng.chance(0.5);
+  const int64_t most = window && base ? R < 4 ? R : 4 : 4;
+  const int64_t C = 2 * r.H * r.K + r.HV * r.V, D = C + r.HV * r.V + 2 * r.HV;
+  const DType d = c.dtype();
+  r.seqs = c.sequences(most);
+  f.conv.seqs = r.seqs;
+  fill_conv(c, f.conv, C, most, d, false);
+  if (window) r.window = c.window(r.seqs.P, r.H, r.HV, r.K, r.V, R, !base, nullptr);
+  if (base) r.state = c.state(r.seqs.P, r.HV, r.V, r.K, c.dtype());
+  f.H = r.H, f.HV = r.HV, f.K = r.K, f.V = r.V;
+  f.l2norm = r.l2norm = c.rng.chance(0.7);
+  r.scale = c.rng.uniform();
+  const Sequences& s = r.seqs;
+  f.conv.x = c.view("projected", d, s.B, s.T, 1, D, [&] { return c.rng.normal(); });
+  auto column = [&](int64_t first, int64_t head_dim) {
+    View v = f.conv.x;
+    v.ptr = static_cast<char*>(v.ptr) + first * v.sd * size_of(d);
+    v.sh = head_dim * v.sd;
+    return v;
+  };
+  if (s.B * s.T > 0) {
+    a->z = column(C, r.V);
+    f.gates.beta = column(C + r.HV * r.V, 1);
+    f.gates.g = column(C + r.HV * r.V + r.HV, 1);
+  }
+  f.gates.raw = true;
+  f.gates.A_log = c.param("A_log", c.dtype(), {r.HV}, [&] { return c.rng.uniform(); });
+  f.gates.dt_bias = c.param("dt_bias", c.dtype(), {r.HV}, [&] { return c.rng.normal(); });
+  r.gates = f.gates;
+  r.out = c.output("y", d, s.B, s.T, r.HV, r.V);
+  a->norm_weight = c.param("norm_weight", c.dtype(), {r.V}, [&] { return c.rng.normal(); });
+  c.tolerance = 2e-2;  // the norm divides by what may be small
+  return [a, window](const cpu::Kernels& k, const cpu::Parallel& p) {
+    window ? k.decode_window(*a, p) : k.decode(*a, p);
+  };
+}
+Kernel build_decode(Case& c) { return build_decode_of(c, false); }
+Kernel build_decode_window(Case& c) { return build_decode_of(c, true); }
+
+Kernel build_sweep(Case& c) {
+  const int64_t n = c.rng.between(1, 3000);
+  float* x = static_cast<float*>(
+      c.tensor("x", DType::f32, {n}, {1}, true, [&] { return c.rng.normal(); }));
+  return [=](const cpu::Kernels& k, const cpu::Parallel& p) {
+    k.sweep(reinterpret_cast<char*>(x), n * 4, 0, p);
+  };
+}
+
+const std::map<std::string, Kernel (*)(Case&)> kBuilders = {
+    {"recurrent", build_recurrent},         {"recurrent_window", build_window},
+    {"window_flush", build_flush},          {"chunk", build_chunk},
+    {"chunk_lowrank", build_chunk_lowrank}, {"gating", build_gating},
+    {"short_conv", build_short_conv},       {"conv_gating", build_conv_gating},
+    {"gated_rms_norm", build_norm},         {"decode", build_decode},
+    {"decode_window", build_decode_window}, {"sweep", build_sweep},
+};
+
+// Threads of this call only, so that a thread sanitizer sees every one begin and end.
+void run_threads(int64_t n, void (*body)(void*, int64_t, int64_t), void* data);
+int g_threads = 1;
+void run_threads(int64_t n, void (*body)(void*, int64_t, int64_t), void* data) {
+  const int64_t count = n < g_threads ? n : g_threads, each = (n + count - 1) / count;
+  std::vector<std::thread> all;
+  for (int64_t begin = each; begin < n; begin += each) {
+    all.emplace_back(body, data, begin, begin + each < n ? begin + each : n);
+  }
+  body(data, 0, each < n ? each : n);
+  for (std::thread& t : all) t.join();
+}
+
+// 0 if all is well.
+int compare(const std::string& what, const Case& c, const Case* truth) {
+  for (size_t i = 0; i < c.watched.size(); ++i) {
+    const Watched& w = c.watched[i];
+    const char* data = w.block->data();
+    std::vector<bool> element(w.before.size() / (w.integers ? 4 : size_of(w.dtype)), false);
+    for (int64_t e : w.elements) element[static_cast<size_t>(e)] = true;
+    const int64_t item = w.integers ? 4 : size_of(w.dtype);
+    for (size_t e = 0; e < element.size(); ++e) {
+      const size_t at = e * static_cast<size_t>(item);
+      if (!element[e]) {
+        if (std::memcmp(data + at, w.before.data() + at, static_cast<size_t>(item)) == 0) continue;
+        std::printf("%s: %s: a gap at element %zu was written\n", what.c_str(), w.name.c_str(), e);
+        return 1;
+      }
+      if (!truth) continue;
+      const char* other = truth->watched[i].block->data();
+      if (w.integers) {
+        if (std::memcmp(data + at, other + at, 4) == 0) continue;
+        std::printf("%s: %s: other counts\n", what.c_str(), w.name.c_str());
+        return 1;
+      }
+      const int64_t k = static_cast<int64_t>(e);
+      const float got = read(data, w.dtype, k), want = read(other, w.dtype, k);
+      const double unit = w.dtype == DType::f32 ? 0 : w.dtype == DType::bf16 ? 0x1p-6 : 0x1p-9;
+      const double limit = (c.tolerance + unit) * (1 + std::fabs(want));
+      if ((got != got && want != want) || got == want || std::fabs(got - want) <= limit) continue;
+      std::printf("%s: %s: element %zu: %g, at the scalar level %g\n", what.c_str(), w.name.c_str(),
+                  e, got, want);
+      return 1;
+    }
+  }
+  return 0;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const int64_t cases = argc > 1 ? std::atoll(argv[1]) : 100;
+  const uint64_t first = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 0;
+  g_threads = argc > 3 ? std::atoi(argv[3]) : 1;
+  cpu::Parallel parallel;
+  parallel.threads = g_threads;
+  parallel.run = run_threads;
+  const cpu::Kernels& scalar = *cpu::compiled().back();
+  int failed = 0;
+  std::map<std::string, int64_t> runs;
+  for (uint64_t seed = first; seed < first + static_cast<uint64_t>(cases); ++seed) {
+    for (const auto& [name, build] : kBuilders) {
+      std::unique_ptr<Case> truth;
+      for (auto level = cpu::compiled().rbegin(); level != cpu::compiled().rend(); ++level) {
+        if (!(*level)->supported()) continue;
+        for (const bool fast : {false, true}) {
+          if (fast && (name != "recurrent" || *level == &scalar)) continue;
+          auto c = std::make_unique<Case>(seed);
+          const Kernel kernel = build(*c);
+          c->snapshot();
+          if (fast) c->tolerance = 0.1;
+          cpu::set_precision(fast ? cpu::Precision::fast : cpu::Precision::exact);
+          kernel(**level, parallel);
+          const std::string what = name + ", " + (*level)->name + (fast ? ", fast" : "") +
+                                   ", seed " + std::to_string(seed);
+          failed += compare(what, *c, truth.get());
+          ++runs[(*level)->name];
+          if (!truth) truth = std::move(c);
+        }
+      }
+    }
+  }
+  for (const auto& [level, n] : runs) {
+    std::printf("%s: %lld calls\n", level.c_str(), static_cast<long long>(n));
+  }
+  std::printf("%s: %lld cases of %zu kernels, %d threads, %d failed\n", failed ? "FAILED" : "ok",
+              static_cast<long long>(cases), kBuilders.size(), g_threads, failed);
+  return failed != 0;
+}
