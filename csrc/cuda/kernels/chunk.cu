@@ -9,10 +9,6 @@ namespace {
 // What the tensor-core kernels take; everything else goes token by token in float32.
 bool products_can(const ChunkArgs& a) {
   const auto view = [](const View& x) { return x.dtype == DType::bf16 && vector_view(x, 8); };
-  const auto pool = [](const StatePool& s) {
-    return !s.ptr || s.dtype != DType::f32 || s.s_k != 1 ||
-           (aligned(s.ptr, 8) && s.s_p % 2 == 0 && s.s_h % 2 == 0 && s.s_v % 2 == 0);
-  };
   // What a chunk starts from depends on the cut in the low-rank form only; edges lie on cuts.
   const bool cut =
       a.window.fill ? a.C == kChunk && a.window.R <= kChunk : a.edges == 0 || a.C % kChunk == 0;

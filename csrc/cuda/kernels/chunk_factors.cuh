@@ -43,8 +43,8 @@ __device__ __forceinline__ void scan64(float& low, float& high, int lane) {
   high += __shfl_sync(kFullMask, low, 31);
 }
 
-template <int K>
-__global__ void __launch_bounds__(128, 4)
+template <int K, int MIN_BLOCKS>
+__global__ void __launch_bounds__(128, MIN_BLOCKS)
     chunk_factors(const __grid_constant__ ChunkArgs a, const __grid_constant__ ChunkLayout layout) {
   using Shared = FactorsShared<K>;
   extern __shared__ __align__(1024) unsigned char shared[];
@@ -67,10 +67,10 @@ __global__ void __launch_bounds__(128, 4)
   if (own.tokens == 0) return;
   copy_rows<K / 8>(shared_address(keys),
                    static_cast<const bf16*>(a.k.ptr) + offset_of(a.k, own.b, own.start, hk), a.k.st,
-                   own.tokens);
+                   own.tokens, threadIdx.x);
   copy_rows<K / 8>(shared_address(queries),
                    static_cast<const bf16*>(a.q.ptr) + offset_of(a.q, own.b, own.start, hk), a.q.st,
-                   own.tokens);
+                   own.tokens, threadIdx.x);
   commit_copies();
 
   for (int h = warp; h < ratio; h += 4) {

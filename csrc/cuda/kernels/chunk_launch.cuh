@@ -16,33 +16,47 @@ cudaError_t allow_shared(void (*kernel)(P...), int bytes) {
                               cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
 }
 
-template <int K, int STAGES, int MIN_BLOCKS, bool LOWRANK>
+template <int K, Scan KIND>
 cudaError_t launch_scan(const ChunkArgs& a, ChunkLayout x, cudaStream_t stream) {
-  const auto kernel = chunk_scan<K, STAGES, MIN_BLOCKS, LOWRANK>;
-  const int shared = STAGES * ScanShared<K>::kStage;
+  const auto kernel = chunk_scan<K, KIND>;
+  const int shared = ScanShared<K>::template bytes<KIND>();
   cudaError_t error = allow_shared(kernel, shared);
   for (; error == cudaSuccess && x.first < a.seqs.N; x.first += kMaxGridY) {
     const int64_t count = a.seqs.N - x.first < kMaxGridY ? a.seqs.N - x.first : kMaxGridY;
     error = launch(
         kernel, dim3(static_cast<unsigned>(a.HV * (a.V / kScanRows)), static_cast<unsigned>(count)),
-        dim3(128), shared, stream, a, x);
+        dim3(ScanShape<KIND>::kThreads), shared, stream, a, x);
   }
   return error;
 }
 
+inline bool plain(const StatePool& s) {
+  return !s.ptr || (s.dtype == DType::f32 && s.s_k == 1 && aligned(s.ptr, 8) && s.s_p % 2 == 0 &&
+                    s.s_h % 2 == 0 && s.s_v % 2 == 0);
+}
+
+template <int K, int MIN_BLOCKS>
+cudaError_t launch_factors(const ChunkArgs& a, const ChunkLayout& x, cudaStream_t stream) {
+  const auto kernel = chunk_factors<K, MIN_BLOCKS>;
+  const int shared = FactorsShared<K>::bytes(static_cast<int>(x.ratio.divisor));
+  const cudaError_t error = allow_shared(kernel, shared);
+  if (error != cudaSuccess) return error;
+  return launch(kernel, dim3(static_cast<unsigned>(x.slots), static_cast<unsigned>(a.H)), dim3(128),
+                shared, stream, a, x);
+}
+
 template <int K>
 cudaError_t launch_chunk(const ChunkArgs& a, const ChunkLayout& x, cudaStream_t stream) {
-  const int shared = FactorsShared<K>::bytes(static_cast<int>(x.ratio.divisor));
-  cudaError_t error = allow_shared(chunk_factors<K>, shared);
+  const cudaError_t error = launch_factors<K, 4>(a, x, stream);
   if (error != cudaSuccess) return error;
-  error = launch(chunk_factors<K>, dim3(static_cast<unsigned>(x.slots), static_cast<unsigned>(a.H)),
-                 dim3(128), shared, stream, a, x);
-  if (error != cudaSuccess) return error;
-  if (a.window.fill) return launch_scan<K, 2, 2, true>(a, x, stream);
-  // Few blocks: each fetches the next chunk while it works on one. Many: they fill in for another.
-  const bool few = a.seqs.N * a.HV * (a.V / kScanRows) <= 256;
-  return few ? launch_scan<K, 2, 2, false>(a, x, stream)
-             : launch_scan<K, 1, 2, false>(a, x, stream);
+  if (a.window.fill) return launch_scan<K, Scan::lowrank>(a, x, stream);
+  if (!plain(a.read) || !plain(a.write)) return launch_scan<K, Scan::general>(a, x, stream);
+  const int64_t blocks = a.seqs.N * a.HV * (a.V / kScanRows), processors = multiprocessors();
+  // A sequence of one chunk has nothing to fetch ahead.
+  const bool one = a.seqs.B * a.seqs.T <= kChunk * a.seqs.N;
+  if (one || blocks > 2 * processors) return launch_scan<K, Scan::among>(a, x, stream);
+  return blocks <= processors ? launch_scan<K, Scan::lone>(a, x, stream)
+                              : launch_scan<K, Scan::ahead>(a, x, stream);
 }
 
 cudaError_t chunk_64(const ChunkArgs& a, const ChunkLayout& x, cudaStream_t stream);

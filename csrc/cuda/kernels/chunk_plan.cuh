@@ -77,11 +77,11 @@ __device__ __forceinline__ OwnedChunk chunk_of_slot(const ChunkArgs& a, const Ch
 // One panel or several of rows of 16-bit elements into shared memory: `pieces` of 16 bytes a row,
 // zeros from row `tokens` on. Called by 128 threads.
 template <int PIECES>
-__device__ __forceinline__ void copy_rows(uint32_t to, const bf16* from, int64_t stride,
-                                          int tokens) {
+__device__ __forceinline__ void copy_rows(uint32_t to, const bf16* from, int64_t stride, int tokens,
+                                          int thread) {
   static_assert(PIECES == 8 || PIECES == 16 || PIECES == 32, "64, 128 or 256 columns");
   constexpr int ROWS = 128 / PIECES;  // at once
-  const int piece = threadIdx.x % PIECES, row0 = threadIdx.x / PIECES;
+  const int piece = thread % PIECES, row0 = thread / PIECES;
 #pragma unroll
   for (int i = 0; i < kChunk / ROWS; i++) {
     const int row = row0 + i * ROWS;

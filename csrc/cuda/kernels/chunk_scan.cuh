@@ -6,8 +6,9 @@
 // the next. Per chunk, with X, U, O [16, 64]:
 //   X = v^T - w rk (S k^T)      U = X inverse^T      O = scale w rq (S q^T) + U mixing^T
 //   S = w_n S + (D_n rk U) k
-// Right operands come from shared memory, filled by asynchronous copies. Products take 16-bit
-// factors and sum in float32; the state itself stays float32.
+// Right operands come from shared memory, filled by asynchronous copies: by the same warps, or,
+// where a block is alone on its multiprocessor, by four helpers, which also take the outputs out.
+// Products take 16-bit factors and sum in float32; the state itself stays float32.
 #pragma once
 
 #include "chunk_plan.cuh"
@@ -17,6 +18,21 @@ namespace cuda {
 
 constexpr int kScanRows = 64;  // of V, a block; 16 a warp
 
+// What a scan is compiled for.
+enum class Scan {
+  lone,     // a block alone on its multiprocessor: helpers fetch two chunks ahead
+  ahead,    // fetches the next chunk while it works on one
+  among,    // one chunk at a time, others fill the wait
+  general,  // the same over pools that are not plain
+  lowrank,
+};
+template <Scan KIND>
+struct ScanShape {
+  static constexpr bool kHelpers = KIND == Scan::lone;
+  static constexpr int kStages = kHelpers ? 3 : KIND == Scan::ahead ? 2 : 1;
+  static constexpr int kThreads = kHelpers ? 256 : 128, kMinBlocks = kHelpers ? 1 : 2;
+};
+
 template <int K>
 struct ScanShared {
   static constexpr int kKeys = (K / 64) * kPanelBytes;
@@ -25,53 +41,53 @@ struct ScanShared {
   static constexpr int kVectors = kFactors + 2 * kPanelBytes;
   static constexpr int kStage = kVectors + 1024;  // panels start at multiples of 1024
   static_assert(kFactorVectors * 4 <= 1024, "the vectors fit");
+  // With helpers the outputs have two panels of their own.
+  template <Scan KIND>
+  static constexpr int bytes() {
+    return ScanShape<KIND>::kStages * kStage + (ScanShape<KIND>::kHelpers ? 2 * kPanelBytes : 0);
+  }
 };
 
-template <int K>
+// 16 rows of V of a state, as accumulators. PLAIN: pools are float32 with K contiguous; a kernel of
+// its own takes other pools, because their addresses alone fill the registers.
+template <int K, bool PLAIN>
 struct ScanState {
   float s[K / 8][4];
 
-  // `at`: offset of row g, column 2t of this warp's 16 rows. The layout is decided once: a branch
-  // at every load would make each wait for the one before.
+  // `at`: offset of row g, column 2t.
   __device__ __forceinline__ void load(const StatePool& pool, int64_t at) {
-    if (pool.s_k == 1 && pool.dtype == DType::f32) {
-      const float* const from = static_cast<const float*>(pool.ptr) + at;
 #pragma unroll
-      for (int p = 0; p < K / 8; p++) {
-        const float2 x = *reinterpret_cast<const float2*>(from + 8 * p);
-        const float2 y = *reinterpret_cast<const float2*>(from + 8 * pool.s_v + 8 * p);
+    for (int p = 0; p < K / 8; p++) {
+      if constexpr (PLAIN) {
+        const float* const from = static_cast<const float*>(pool.ptr) + at + 8 * p;
+        const float2 x = *reinterpret_cast<const float2*>(from);
+        const float2 y = *reinterpret_cast<const float2*>(from + 8 * pool.s_v);
         s[p][0] = x.x;
         s[p][1] = x.y;
         s[p][2] = y.x;
         s[p][3] = y.y;
-      }
-      return;
-    }
+      } else {
 #pragma unroll
-    for (int p = 0; p < K / 8; p++) {
-#pragma unroll
-      for (int e = 0; e < 4; e++) {
-        s[p][e] = load_as(pool.ptr, pool.dtype,
-                          at + (8 * p + (e & 1)) * pool.s_k + 8 * (e >> 1) * pool.s_v);
+        for (int e = 0; e < 4; e++) {
+          s[p][e] = load_as(pool.ptr, pool.dtype,
+                            at + (8 * p + (e & 1)) * pool.s_k + 8 * (e >> 1) * pool.s_v);
+        }
       }
     }
   }
   __device__ __forceinline__ void store(const StatePool& pool, int64_t at) const {
-    if (pool.s_k == 1 && pool.dtype == DType::f32) {
-      float* const to = static_cast<float*>(pool.ptr) + at;
-#pragma unroll
-      for (int p = 0; p < K / 8; p++) {
-        *reinterpret_cast<float2*>(to + 8 * p) = make_float2(s[p][0], s[p][1]);
-        *reinterpret_cast<float2*>(to + 8 * pool.s_v + 8 * p) = make_float2(s[p][2], s[p][3]);
-      }
-      return;
-    }
 #pragma unroll
     for (int p = 0; p < K / 8; p++) {
+      if constexpr (PLAIN) {
+        float* const to = static_cast<float*>(pool.ptr) + at + 8 * p;
+        *reinterpret_cast<float2*>(to) = make_float2(s[p][0], s[p][1]);
+        *reinterpret_cast<float2*>(to + 8 * pool.s_v) = make_float2(s[p][2], s[p][3]);
+      } else {
 #pragma unroll
-      for (int e = 0; e < 4; e++) {
-        store_as(pool.ptr, pool.dtype, at + (8 * p + (e & 1)) * pool.s_k + 8 * (e >> 1) * pool.s_v,
-                 s[p][e]);
+        for (int e = 0; e < 4; e++) {
+          store_as(pool.ptr, pool.dtype,
+                   at + (8 * p + (e & 1)) * pool.s_k + 8 * (e >> 1) * pool.s_v, s[p][e]);
+        }
       }
     }
   }
@@ -115,12 +131,18 @@ __device__ __forceinline__ bool load_window(const ChunkArgs& a, int64_t row, int
   return true;
 }
 
-template <int K, int STAGES, int MIN_BLOCKS, bool LOWRANK>
-__global__ void __launch_bounds__(128, MIN_BLOCKS)
+template <int K, Scan KIND>
+__global__ void __launch_bounds__(ScanShape<KIND>::kThreads, ScanShape<KIND>::kMinBlocks)
     chunk_scan(const __grid_constant__ ChunkArgs a, const __grid_constant__ ChunkLayout layout) {
   using Shared = ScanShared<K>;
   extern __shared__ __align__(1024) unsigned char shared[];
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  constexpr bool LOWRANK = KIND == Scan::lowrank, HELPERS = ScanShape<KIND>::kHelpers;
+  constexpr int STAGES = ScanShape<KIND>::kStages;
+  constexpr int AHEAD = STAGES > 1 ? STAGES - 1 : 1;  // chunks
+  constexpr bool LATE = STAGES == 1;
+  const int thread = threadIdx.x & 127;
+  const bool helper = HELPERS && threadIdx.x >= 128, copies = helper || !HELPERS;
+  const int warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
   const int slices = static_cast<int>(a.V) / kScanRows;
   const int hv = blockIdx.x / slices, v0 = (blockIdx.x - hv * slices) * kScanRows;
   const int hk = layout.ratio(hv);
@@ -131,7 +153,7 @@ __global__ void __launch_bounds__(128, MIN_BLOCKS)
   bf16* const out = static_cast<bf16*>(a.out.ptr) + offset_of(a.out, seq.b, seq.start, hv) + v0;
   if (seq.row < 0) {
     wait_for_previous_kernel();
-    for (int64_t i = threadIdx.x; i < length * 8; i += 128) {
+    for (int64_t i = threadIdx.x; i < length * 8; i += blockDim.x) {
       *reinterpret_cast<uint4*>(out + (i >> 3) * a.out.st + (i & 7) * 8) = make_uint4(0, 0, 0, 0);
     }
     return;
@@ -148,25 +170,25 @@ __global__ void __launch_bounds__(128, MIN_BLOCKS)
   const auto ask_inputs = [&](int c, uint32_t stage) {
     const int64_t done = static_cast<int64_t>(c) * kChunk;
     const int tokens = length - done < kChunk ? static_cast<int>(length - done) : kChunk;
-    copy_rows<K / 8>(stage, k + done * a.k.st, a.k.st, tokens);
-    copy_rows<K / 8>(stage + Shared::kQueries, q + done * a.q.st, a.q.st, tokens);
-    copy_rows<8>(stage + Shared::kValues, v + done * a.v.st, a.v.st, tokens);
+    copy_rows<K / 8>(stage, k + done * a.k.st, a.k.st, tokens, thread);
+    copy_rows<K / 8>(stage + Shared::kQueries, q + done * a.q.st, a.q.st, tokens, thread);
+    copy_rows<8>(stage + Shared::kValues, v + done * a.v.st, a.v.st, tokens, thread);
   };
   const auto ask_factors = [&](int c, uint32_t stage) {
     const unsigned char* const from = factors + static_cast<int64_t>(c) * a.HV * kFactorBytes;
 #pragma unroll
     for (int i = 0; i < 2 * kPanelBytes / 16 / 128; i++) {
-      const int p = (threadIdx.x + 128 * i) * 16;
+      const int p = (thread + 128 * i) * 16;
       copy_async(stage + Shared::kFactors + p, from + p, true);
     }
-    if (threadIdx.x < kFactorVectors / 4) {
-      const int p = 2 * kPanelBytes + threadIdx.x * 16;
+    if (thread < kFactorVectors / 4) {
+      const int p = 2 * kPanelBytes + thread * 16;
       copy_async(stage + Shared::kFactors + p, from + p, true);
     }
   };
 
   const RightLanes lanes(lane);
-  ScanState<K> S;
+  ScanState<K, KIND != Scan::general> S;
   // S += (decay U) k, U as accumulators; left running.
   const auto update = [&](const float (&u)[8][4], uint32_t stage, const float* decay) {
     uint32_t left[4][4];
@@ -183,7 +205,7 @@ __global__ void __launch_bounds__(128, MIN_BLOCKS)
     }
     open_products();
 #pragma unroll
-    for (int s = 0; s < 4; s++) multiply_columns(S.s, left[s], stage, s, 0, lanes);
+    for (int s = 0; s < 4; s++) multiply_columns(S.s, left[s], stage, 0, s, 0, lanes);
     close_products();
   };
   // v^T of this warp's rows, tokens 16 p ...: registers (g, tokens), (g + 8, tokens), next 8
@@ -225,36 +247,81 @@ __global__ void __launch_bounds__(128, MIN_BLOCKS)
       ask_inputs(0, base);
       ask_factors(0, base);
     }
+    commit_copies();
   } else {
-    if (chunks > 0) ask_inputs(0, base);
     // Inputs are older than the first kernel, which has waited for all that came before it.
-    if (a.read.ptr && !seq.fresh) {
+    if (copies && chunks > 0) ask_inputs(0, base);
+    if (a.read.ptr && !seq.fresh && !helper) {
       S.load(a.read,
              seq.row * a.read.s_p + hv * a.read.s_h + row_offset * a.read.s_v + 2 * t * a.read.s_k);
     } else {
       clear(S.s);
     }
     wait_for_previous_kernel();
-    if (chunks > 0) ask_factors(0, base);
+    if (copies) {
+      if (chunks > 0) ask_factors(0, base);
+      commit_copies();
+#pragma unroll
+      for (int c = 1; c < AHEAD; c++) {
+        if (c < chunks) {
+          ask_inputs(c, base + c * Shared::kStage);
+          ask_factors(c, base + c * Shared::kStage);
+        }
+        commit_copies();
+      }
+    }
   }
-  commit_copies();
+  // Rows of 16-byte pieces of a finished output, 128 bytes a token.
+  unsigned char* const results = shared + STAGES * Shared::kStage;
+  const auto take_out = [&](int c) {
+    const int64_t done = static_cast<int64_t>(c) * kChunk;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const int token = 16 * i + (thread >> 3), piece = thread & 7;
+      if (token < length - done) {
+        *reinterpret_cast<uint4*>(out + (done + token) * a.out.st + piece * 8) =
+            *reinterpret_cast<const uint4*>(results + (c & 1) * kPanelBytes +
+                                            panel_offset(token, piece));
+      }
+    }
+  };
 
   for (int c = 0; c < chunks; c++) {
-    wait_copies<0>();
-    publish_shared();
+    if (copies) {
+      wait_copies<AHEAD - 1>();
+      publish_shared();
+    }
     __syncthreads();
-    const uint32_t stage = base + (c % STAGES) * Shared::kStage;
-    unsigned char* const stage_memory = shared + (c % STAGES) * Shared::kStage;
-    if (STAGES > 1 && c + 1 < chunks) {
-      const uint32_t next = base + ((c + 1) % STAGES) * Shared::kStage;
-      ask_inputs(c + 1, next);
-      ask_factors(c + 1, next);
+    if (STAGES > 1 && copies) {
+      if (c + AHEAD < chunks) {
+        const uint32_t next = base + ((c + AHEAD) % STAGES) * Shared::kStage;
+        ask_inputs(c + AHEAD, next);
+        ask_factors(c + AHEAD, next);
+      }
       commit_copies();
     }
+    if (helper) {
+      if (c > 0) take_out(c - 1);
+      continue;
+    }
+    const uint32_t stage = base + (c % STAGES) * Shared::kStage;
+    unsigned char* const stage_memory = shared + (c % STAGES) * Shared::kStage;
     const float* const vectors = reinterpret_cast<const float*>(stage_memory + Shared::kVectors);
     const int64_t done = static_cast<int64_t>(c) * kChunk;
-    const int tokens = length - done < kChunk ? static_cast<int>(length - done) : kChunk;
 
+    // The last decay from the start is zero if any is: then what the old state gave is dropped,
+    // whatever it holds.
+    const float w_last = vectors[3 * kChunk];
+    const auto drop = [&](float (&c)[8][4], const float* w) {
+      if (w_last != 0.f) return;
+#pragma unroll
+      for (int p = 0; p < 8; p++) {
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+          if (w[8 * p + 2 * t + (e & 1)] == 0.f) c[p][e] = 0.f;
+        }
+      }
+    };
     float O[8][4], U[8][4];
     uint32_t X[4][4];
     // The products with the old state, rounded: by k or by q.
@@ -263,20 +330,21 @@ __global__ void __launch_bounds__(128, MIN_BLOCKS)
 #pragma unroll
       for (int s = 0; s < K / 16; s++) pack_left(left[s], S.s[2 * s], S.s[2 * s + 1]);
       open_products();
-      multiply_rows<false>(c, left[0], panels, 0, 0, lanes);
+      multiply_rows<false>(c, left[0], stage, panels, 0, 0, lanes);
 #pragma unroll
       for (int s = 1; s < K / 16; s++) {
-        multiply_rows(c, left[s], panels + (s >> 2) * kPanelBytes, s & 3, 0, lanes);
+        multiply_rows(c, left[s], stage, panels + (s >> 2) * kPanelBytes, s & 3, 0, lanes);
       }
       close_products();
     };
     {
       float P[8][4];
-      multiply_state(P, stage);
+      multiply_state(P, 0);
       // Alone on its multiprocessor a block fills the wait with the second product; among others it
       // forms that later and needs fewer registers.
-      if (STAGES > 1) multiply_state(O, stage + Shared::kQueries);
-      await_products<(STAGES > 1)>(P);
+      if (!LATE) multiply_state(O, Shared::kQueries);
+      await_products<!LATE>(P);
+      drop(P, vectors);
 #pragma unroll
       for (int p = 0; p < 4; p++) {
         uint32_t r[4];
@@ -286,35 +354,30 @@ __global__ void __launch_bounds__(128, MIN_BLOCKS)
           const float2 w = *reinterpret_cast<const float2*>(vectors + 16 * p + 8 * half + 2 * t);
           const float (&x)[4] = P[2 * p + half];
           const float2 low = unpack_bf16(r[2 * half]), high = unpack_bf16(r[2 * half + 1]);
-          // A decay of zero drops the old state, whatever it holds.
-          X[p][2 * half] = pack_bf16(w.x == 0.f ? low.x : low.x - w.x * x[0],
-                                     w.y == 0.f ? low.y : low.y - w.y * x[1]);
-          X[p][2 * half + 1] = pack_bf16(w.x == 0.f ? high.x : high.x - w.x * x[2],
-                                         w.y == 0.f ? high.y : high.y - w.y * x[3]);
+          X[p][2 * half] = pack_bf16(low.x - w.x * x[0], low.y - w.y * x[1]);
+          X[p][2 * half + 1] = pack_bf16(high.x - w.x * x[2], high.y - w.y * x[3]);
         }
       }
     }
     // Row j of the panel has zeros before column j.
     open_products();
-    multiply_columns<false>(U, X[0], stage + Shared::kFactors, 0, 0, lanes);
+    multiply_columns<false>(U, X[0], stage, Shared::kFactors, 0, 0, lanes);
 #pragma unroll
-    for (int s = 1; s < 4; s++) multiply_columns(U, X[s], stage + Shared::kFactors, s, s, lanes);
+    for (int s = 1; s < 4; s++) multiply_columns(U, X[s], stage, Shared::kFactors, s, s, lanes);
     close_products();
-    if (STAGES == 1) {
+    if (LATE) {
       await_products<0>(U);
-      multiply_state(O, stage + Shared::kQueries);
+      multiply_state(O, Shared::kQueries);
     }
-    await_products<(STAGES > 1)>(O);
+    await_products<!LATE>(O);
+    drop(O, vectors);
 #pragma unroll
     for (int p = 0; p < 8; p++) {
       const float2 w = *reinterpret_cast<const float2*>(vectors + kChunk + 8 * p + 2 * t);
 #pragma unroll
-      for (int e = 0; e < 4; e++) {
-        const float x = e & 1 ? w.y : w.x;
-        O[p][e] = x == 0.f ? 0.f : x * O[p][e];
-      }
+      for (int e = 0; e < 4; e++) O[p][e] *= e & 1 ? w.y : w.x;
     }
-    if (STAGES > 1) await_products<0>(U);
+    if (!LATE) await_products<0>(U);
     if (LOWRANK) {
       // The newest R updates of the sequence, for the window, and as the window stores them.
       const int64_t R = a.window.R;
@@ -336,7 +399,7 @@ __global__ void __launch_bounds__(128, MIN_BLOCKS)
     open_products();
 #pragma unroll
     for (int s = 0; s < 4; s++) {
-      multiply_rows(O, left[s], stage + Shared::kFactors + kPanelBytes, s, s, lanes);
+      multiply_rows(O, left[s], stage, Shared::kFactors + kPanelBytes, s, s, lanes);
     }
     close_products();
     if (LOWRANK) {
@@ -351,35 +414,41 @@ __global__ void __launch_bounds__(128, MIN_BLOCKS)
           U[p][e] = 8 * p + 2 * t + (e & 1) < first ? 0.f : round_as(a.window.u_dtype, u);
         }
       }
+    } else if (w_last == 0.f) {
+      clear(S.s);
     } else {
-      const float w = vectors[3 * kChunk];
 #pragma unroll
       for (int p = 0; p < K / 8; p++) {
 #pragma unroll
-        for (int e = 0; e < 4; e++) S.s[p][e] = w == 0.f ? 0.f : w * S.s[p][e];
+        for (int e = 0; e < 4; e++) S.s[p][e] *= w_last;
       }
     }
     update(U, stage, vectors + 2 * kChunk);
     await_products<1>(O);
-    // Over the values of this warp, which nobody else reads, and out in 16-byte pieces.
+    // Without helpers over the values of this warp, which nobody else reads.
+    unsigned char* const result =
+        HELPERS ? results + (c & 1) * kPanelBytes : stage_memory + Shared::kValues;
     __syncwarp();
 #pragma unroll
-    for (int p = 0; p < 8; p++) {
+    for (int p = 0; p < 8; p += 2) {
+      uint32_t x[4];
 #pragma unroll
-      for (int half = 0; half < 2; half++) {
-        const uint32_t x = transpose_matrix(pack_bf16(O[p][2 * half], O[p][2 * half + 1]));
-        *reinterpret_cast<uint32_t*>(stage_memory + Shared::kValues +
-                                     panel_offset(8 * p + g, 2 * warp + half) + 4 * t) = x;
+      for (int m = 0; m < 4; m++) {
+        x[m] = pack_bf16(O[p + (m >> 1)][2 * (m & 1)], O[p + (m >> 1)][2 * (m & 1) + 1]);
       }
+      store_transposed(x, lane, [&](int l) {
+        return result + panel_offset(8 * (p + (l >> 4)) + (l & 7), 2 * warp + ((l >> 3) & 1));
+      });
     }
-    __syncwarp();
+    if (!HELPERS) {
+      __syncwarp();
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const int token = 16 * i + (lane >> 1), piece = 2 * warp + (lane & 1);
-      if (token < tokens) {
-        *reinterpret_cast<uint4*>(out + (done + token) * a.out.st + piece * 8) =
-            *reinterpret_cast<const uint4*>(stage_memory + Shared::kValues +
-                                            panel_offset(token, piece));
+      for (int i = 0; i < 4; i++) {
+        const int token = 16 * i + (lane >> 1), piece = 2 * warp + (lane & 1);
+        if (token < length - done) {
+          *reinterpret_cast<uint4*>(out + (done + token) * a.out.st + piece * 8) =
+              *reinterpret_cast<const uint4*>(result + panel_offset(token, piece));
+        }
       }
     }
 
@@ -396,6 +465,13 @@ __global__ void __launch_bounds__(128, MIN_BLOCKS)
       ask_inputs(c + 1, base);
       ask_factors(c + 1, base);
       commit_copies();
+    }
+  }
+  if (HELPERS) {
+    __syncthreads();
+    if (helper) {
+      if (chunks > 0) take_out(chunks - 1);
+      return;
     }
   }
   if (!LOWRANK) {

@@ -20,6 +20,17 @@ inline bool has_dependent_launch() {
   return cached;
 }
 
+inline int multiprocessors() {
+  static thread_local int cached_device = -1, cached = 1;
+  int device = 0;
+  if (cudaGetDevice(&device) != cudaSuccess) return 1;
+  if (device != cached_device) {
+    cudaDeviceGetAttribute(&cached, cudaDevAttrMultiProcessorCount, device);
+    cached_device = device;
+  }
+  return cached;
+}
+
 // Every kernel launched here calls wait_for_previous_kernel before it touches memory.
 template <class... P, class... A>
 cudaError_t launch(void (*kernel)(P...), dim3 grid, dim3 block, size_t shared, cudaStream_t stream,

@@ -69,6 +69,24 @@ __device__ __forceinline__ uint32_t transpose_matrix(uint32_t x) {
   return y;
 }
 
+// Stores the transposes of four 8 x 8 matrices held as above; address(l): the 16 bytes of row l % 8
+// of transposed matrix l / 8.
+template <class Address>
+__device__ __forceinline__ void store_transposed(const uint32_t (&r)[4], int lane,
+                                                 Address&& address) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(
+                   shared_address(address(lane))),
+               "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+               : "memory");
+#else
+#pragma unroll
+  for (int m = 0; m < 4; m++) {
+    reinterpret_cast<uint32_t*>(address(8 * m + (lane >> 2)))[lane & 3] = transpose_matrix(r[m]);
+  }
+#endif
+}
+
 __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
   const __nv_bfloat162 p = __floats2bfloat162_rn(low, high);
   return *reinterpret_cast<const uint32_t*>(&p);
@@ -140,10 +158,12 @@ __device__ __forceinline__ void await_products(float (&c)[N][4]) {
 __device__ __forceinline__ void publish_shared() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
-// A panel as right operand; `next`: bytes to the panel with the next 64 columns.
-__device__ __forceinline__ uint64_t panel_descriptor(uint32_t address, uint32_t next) {
-  return static_cast<uint64_t>((address & 0x3ffff) >> 4) | static_cast<uint64_t>(next >> 4) << 16 |
-         static_cast<uint64_t>(1024 >> 4) << 32 | uint64_t{1} << 62;
+// The panel `offset` bytes behind `base` as right operand; `next`: bytes to the panel with the next
+// 64 columns. Constant offsets cost one addition each.
+__device__ __forceinline__ uint64_t panel_descriptor(uint32_t base, uint32_t offset,
+                                                     uint32_t next) {
+  const uint32_t low = (base >> 4) + ((offset >> 4) | (next >> 4) << 16);
+  return static_cast<uint64_t>(1024 >> 4 | 1u << 30) << 32 | low;
 }
 // c (64 x 64, 16 rows a warp) += a b, or = a b without ADD; b a descriptor. TRANSPOSED: its rows
 // run along the sum.
@@ -266,17 +286,17 @@ __device__ __forceinline__ void clear(float (&c)[N][4]) {
 // the panel before 16 `first` are known to be zero there.
 template <bool ADD = true>
 __device__ __forceinline__ void multiply_rows(float (&c)[8][4], const uint32_t (&a)[4],
-                                              uint32_t panel, int s, int first,
+                                              uint32_t base, uint32_t panel, int s, int first,
                                               const RightLanes& lanes) {
 #if GDN_WARPGROUP
-  multiply_group<0, ADD>(c, a, panel_descriptor(panel + s * 32, 16));
+  multiply_group<0, ADD>(c, a, panel_descriptor(base, panel + s * 32, 16));
 #else
   if (!ADD) clear(c);
 #pragma unroll
   for (int p = 0; p < 4; p++) {
     if (p < first) continue;
     uint32_t b[4];
-    load_matrices(b, panel + p * 2048 + lanes.plain + ((s << 5) ^ lanes.plain_x));
+    load_matrices(b, base + panel + p * 2048 + lanes.plain + ((s << 5) ^ lanes.plain_x));
     multiply(c[2 * p], a, b[0], b[1]);
     multiply(c[2 * p + 1], a, b[2], b[3]);
   }
@@ -286,17 +306,17 @@ __device__ __forceinline__ void multiply_rows(float (&c)[8][4], const uint32_t (
 // columns each.
 template <bool ADD = true, int N>
 __device__ __forceinline__ void multiply_columns(float (&c)[N][4], const uint32_t (&a)[4],
-                                                 uint32_t panels, int s, int first,
+                                                 uint32_t base, uint32_t panels, int s, int first,
                                                  const RightLanes& lanes) {
 #if GDN_WARPGROUP
-  multiply_group<1, ADD>(c, a, panel_descriptor(panels + s * 2048, kPanelBytes));
+  multiply_group<1, ADD>(c, a, panel_descriptor(base, panels + s * 2048, kPanelBytes));
 #else
   if (!ADD) clear(c);
 #pragma unroll
   for (int p = 0; p < N / 2; p++) {
     if (p < first) continue;
     uint32_t b[4];
-    load_transposed(b, panels + (p >> 2) * kPanelBytes + s * 2048 + lanes.across +
+    load_transposed(b, base + panels + (p >> 2) * kPanelBytes + s * 2048 + lanes.across +
                            (((p & 3) << 5) ^ lanes.across_x));
     multiply(c[2 * p], a, b[0], b[1]);
     multiply(c[2 * p + 1], a, b[2], b[3]);
