@@ -63,6 +63,17 @@ def with_cuda() -> bool:
     return asked == "cuda" or (asked == "" and possible)
 
 
+def cuda_architectures() -> str:
+    """Those of the devices at hand, or every generation the kernels are written for.
+
+    9.0a rather than 9.0: the warpgroup products of Hopper exist in no other architecture's code.
+    """
+    if not torch.cuda.is_available():
+        return "8.0;9.0a;10.0+PTX"
+    found = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
+    return ";".join("9.0a" if x == (9, 0) else f"{x[0]}.{x[1]}" for x in sorted(found))
+
+
 # The headers of torch 2.14 are C++20; those of 2.5 are not, and its compilers need not be.
 STANDARD = "-std=c++20" if Version(torch.__version__).release >= (2, 14) else "-std=c++17"
 BACKENDS = ["cpu"]
@@ -81,9 +92,7 @@ FLAGS = [
 ]
 if with_cuda():
     BACKENDS.append("cuda")
-    if not torch.cuda.is_available():
-        # No device to ask: every generation the kernels are written for.
-        os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0;9.0;10.0+PTX")
+    os.environ.setdefault("TORCH_CUDA_ARCH_LIST", cuda_architectures())
     extension = CUDAExtension(
         "gdn_ops._C",
         sources("csrc/*.cpp", "csrc/cpu/*.cpp", "csrc/cuda/*.cpp", "csrc/cuda/kernels/*.cu"),

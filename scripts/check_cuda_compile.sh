@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Compiles every CUDA kernel with plain nvcc (no torch, no GPU) for each architecture given, or for
-# sm_80, sm_90 and sm_100; JOBS at a time (all cores). Prints register and spill counts with
+# sm_80, sm_90a and sm_100; JOBS at a time (all cores). Prints register and spill counts with
 # GDN_PTXAS=1.
 set -euo pipefail
 cd "$(dirname "$0")/../csrc/cuda/kernels"
@@ -17,7 +17,7 @@ compile() {
 }
 export -f compile
 export OUT_DIR="$out"
-for arch in "${@:-sm_80 sm_90 sm_100}"; do
+for arch in "${@:-sm_80 sm_90a sm_100}"; do
   for a in $arch; do
     printf '%s\0' *.cu | xargs -0 -P "${JOBS:-$(nproc)}" -I{} bash -c 'compile "$0" "$1"' "$a" {}
     echo "compiled for $a"

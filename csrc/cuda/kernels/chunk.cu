@@ -13,8 +13,7 @@ bool products_can(const ChunkArgs& a) {
   const bool cut =
       a.window.fill ? a.C == kChunk && a.window.R <= kChunk : a.edges == 0 || a.C % kChunk == 0;
   return (a.K == 64 || a.K == 128) && a.V % kScanRows == 0 && a.V > 0 && a.HV / a.H <= kMaxRatio &&
-         a.seqs.T > 0 && view(a.q) && view(a.k) && view(a.v) && view(a.out) && pool(a.read) &&
-         pool(a.write) && cut;
+         a.seqs.T > 0 && view(a.q) && view(a.k) && view(a.v) && view(a.out) && cut;
 }
 
 int64_t slots_of(const ChunkArgs& a) {
@@ -43,8 +42,6 @@ cudaError_t launch_tokens(const ChunkArgs& a, ChunkLayout x, cudaStream_t stream
 
 cudaError_t launch_forward(const ChunkArgs& a, const ChunkLayout& x, cudaStream_t stream) {
   if (products_can(a)) return a.K == 64 ? chunk_64(a, x, stream) : chunk_128(a, x, stream);
-  if (a.K <= 32) return launch_tokens<1>(a, x, stream);
-  if (a.K <= 64) return launch_tokens<2>(a, x, stream);
   if (a.K <= 128) return launch_tokens<4>(a, x, stream);
   if (a.K <= 256) return launch_tokens<8>(a, x, stream);
   return launch_tokens<16>(a, x, stream);

@@ -16,9 +16,9 @@ cudaError_t allow_shared(void (*kernel)(P...), int bytes) {
                               cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
 }
 
-template <int K, Scan KIND>
+template <int K, Scan KIND, bool LOWRANK = false>
 cudaError_t launch_scan(const ChunkArgs& a, ChunkLayout x, cudaStream_t stream) {
-  const auto kernel = chunk_scan<K, KIND>;
+  const auto kernel = chunk_scan<K, KIND, LOWRANK>;
   const int shared = ScanShared<K>::template bytes<KIND>();
   cudaError_t error = allow_shared(kernel, shared);
   for (; error == cudaSuccess && x.first < a.seqs.N; x.first += kMaxGridY) {
@@ -49,14 +49,18 @@ template <int K>
 cudaError_t launch_chunk(const ChunkArgs& a, const ChunkLayout& x, cudaStream_t stream) {
   const cudaError_t error = launch_factors<K, 4>(a, x, stream);
   if (error != cudaSuccess) return error;
-  if (a.window.fill) return launch_scan<K, Scan::lowrank>(a, x, stream);
-  if (!plain(a.read) || !plain(a.write)) return launch_scan<K, Scan::general>(a, x, stream);
   const int64_t blocks = a.seqs.N * a.HV * (a.V / kScanRows), processors = multiprocessors();
   // A sequence of one chunk has nothing to fetch ahead.
   const bool one = a.seqs.B * a.seqs.T <= kChunk * a.seqs.N;
-  if (one || blocks > 2 * processors) return launch_scan<K, Scan::among>(a, x, stream);
-  return blocks <= processors ? launch_scan<K, Scan::lone>(a, x, stream)
-                              : launch_scan<K, Scan::ahead>(a, x, stream);
+  const bool lone = !one && blocks <= processors;
+  if (a.window.fill) {
+    return lone ? launch_scan<K, Scan::lone, true>(a, x, stream)
+                : launch_scan<K, Scan::among, true>(a, x, stream);
+  }
+  if (!plain(a.read) || !plain(a.write)) return launch_scan<K, Scan::general>(a, x, stream);
+  if (lone) return launch_scan<K, Scan::lone>(a, x, stream);
+  return one || blocks > 2 * processors ? launch_scan<K, Scan::among>(a, x, stream)
+                                        : launch_scan<K, Scan::ahead>(a, x, stream);
 }
 
 cudaError_t chunk_64(const ChunkArgs& a, const ChunkLayout& x, cudaStream_t stream);

@@ -24,7 +24,6 @@ enum class Scan {
   ahead,    // fetches the next chunk while it works on one
   among,    // one chunk at a time, others fill the wait
   general,  // the same over pools that are not plain
-  lowrank,
 };
 template <Scan KIND>
 struct ScanShape {
@@ -106,21 +105,21 @@ __device__ __forceinline__ bool load_window(const ChunkArgs& a, int64_t row, int
   const int fill = counts.fill < R ? counts.fill : R;
   if (fill == 0) return false;
   float* const decay = reinterpret_cast<float*>(stage + Shared::kVectors) + 2 * kChunk;
-  for (int i = threadIdx.x; i < kChunk; i += 128) {
+  for (int i = threadIdx.x; i < kChunk; i += blockDim.x) {
     float sum = 0.f;
     for (int j = i + 1; j < fill; j++) {
       sum += w.g[row * w.sg_p + hv * w.sg_h + (counts.head + j) % R * w.sg_r];
     }
     decay[i] = i < fill ? expf(sum) : 0.f;
   }
-  for (int i = threadIdx.x; i < kChunk * K; i += 128) {
+  for (int i = threadIdx.x; i < kChunk * K; i += blockDim.x) {
     const int e = i / K, c = i % K, slot = (counts.head + e) % R;
     const float x =
         e < fill ? load_as(w.k, w.k_dtype, row * w.sk_p + hk * w.sk_h + slot * w.sk_r + c) : 0.f;
     reinterpret_cast<bf16*>(stage + (c >> 6) * kPanelBytes +
                             panel_offset(e, (c & 63) >> 3))[c & 7] = from_float<bf16>(x);
   }
-  for (int i = threadIdx.x; i < kChunk * kScanRows; i += 128) {
+  for (int i = threadIdx.x; i < kChunk * kScanRows; i += blockDim.x) {
     const int e = i / kScanRows, c = i % kScanRows, slot = (counts.head + e) % R;
     const float x =
         e < fill ? load_as(w.u, w.u_dtype, row * w.su_p + hv * w.su_h + slot * w.su_r + v0 + c)
@@ -131,12 +130,12 @@ __device__ __forceinline__ bool load_window(const ChunkArgs& a, int64_t row, int
   return true;
 }
 
-template <int K, Scan KIND>
+template <int K, Scan KIND, bool LOWRANK>
 __global__ void __launch_bounds__(ScanShape<KIND>::kThreads, ScanShape<KIND>::kMinBlocks)
     chunk_scan(const __grid_constant__ ChunkArgs a, const __grid_constant__ ChunkLayout layout) {
   using Shared = ScanShared<K>;
   extern __shared__ __align__(1024) unsigned char shared[];
-  constexpr bool LOWRANK = KIND == Scan::lowrank, HELPERS = ScanShape<KIND>::kHelpers;
+  constexpr bool HELPERS = ScanShape<KIND>::kHelpers;
   constexpr int STAGES = ScanShape<KIND>::kStages;
   constexpr int AHEAD = STAGES > 1 ? STAGES - 1 : 1;  // chunks
   constexpr bool LATE = STAGES == 1;
@@ -221,54 +220,50 @@ __global__ void __launch_bounds__(ScanShape<KIND>::kThreads, ScanShape<KIND>::kM
             row * a.write.s_p + hv * a.write.s_h + row_offset * a.write.s_v + 2 * t * a.write.s_k);
   };
 
+  clear(S.s);
   if (LOWRANK) {
-    clear(S.s);
     wait_for_previous_kernel();
     if (!seq.fresh && chunks > 0 && load_window<K>(a, seq.row, hk, hv, v0, shared)) {
       publish_shared();
       __syncthreads();
-      float u[8][4];
+      if (!helper) {
+        float u[8][4];
 #pragma unroll
-      for (int p = 0; p < 4; p++) {
-        uint32_t r[4];
-        load_values(r, base, p);
+        for (int p = 0; p < 4; p++) {
+          uint32_t r[4];
+          load_values(r, base, p);
 #pragma unroll
-        for (int e = 0; e < 4; e++) {
-          const float2 x = unpack_bf16(r[e]);
-          u[2 * p + (e >> 1)][2 * (e & 1)] = x.x;
-          u[2 * p + (e >> 1)][2 * (e & 1) + 1] = x.y;
+          for (int e = 0; e < 4; e++) {
+            const float2 x = unpack_bf16(r[e]);
+            u[2 * p + (e >> 1)][2 * (e & 1)] = x.x;
+            u[2 * p + (e >> 1)][2 * (e & 1) + 1] = x.y;
+          }
         }
+        update(u, base, reinterpret_cast<const float*>(shared + Shared::kVectors) + 2 * kChunk);
+        await_products<0>(S.s);
       }
-      update(u, base, reinterpret_cast<const float*>(shared + Shared::kVectors) + 2 * kChunk);
-      await_products<0>(S.s);
       __syncthreads();
     }
-    if (chunks > 0) {
-      ask_inputs(0, base);
-      ask_factors(0, base);
-    }
-    commit_copies();
+    if (copies && chunks > 0) ask_inputs(0, base);
   } else {
     // Inputs are older than the first kernel, which has waited for all that came before it.
     if (copies && chunks > 0) ask_inputs(0, base);
     if (a.read.ptr && !seq.fresh && !helper) {
       S.load(a.read,
              seq.row * a.read.s_p + hv * a.read.s_h + row_offset * a.read.s_v + 2 * t * a.read.s_k);
-    } else {
-      clear(S.s);
     }
     wait_for_previous_kernel();
-    if (copies) {
-      if (chunks > 0) ask_factors(0, base);
-      commit_copies();
+  }
+  if (copies) {
+    if (chunks > 0) ask_factors(0, base);
+    commit_copies();
 #pragma unroll
-      for (int c = 1; c < AHEAD; c++) {
-        if (c < chunks) {
-          ask_inputs(c, base + c * Shared::kStage);
-          ask_factors(c, base + c * Shared::kStage);
-        }
-        commit_copies();
+    for (int c = 1; c < AHEAD; c++) {
+      if (c < chunks) {
+        ask_inputs(c, base + c * Shared::kStage);
+        ask_factors(c, base + c * Shared::kStage);
       }
+      commit_copies();
     }
   }
   // Rows of 16-byte pieces of a finished output, 128 bytes a token.
