@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-ALL = ("scalar", "avx2", "avx512", "avx512bf16", "neon")
+ALL = ("scalar", "avx2", "avx512", "avx512bf16", "amx", "neon")
 SUITES = ["test_recurrent.py", "test_conv.py", "test_gates.py", "test_norm.py", "test_decode.py"]
 HERE = os.path.dirname(__file__)
 

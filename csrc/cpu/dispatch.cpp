@@ -8,6 +8,11 @@
 
 namespace gdn::cpu {
 
+#if GDN_WITH_AMX
+namespace amx {
+extern const Kernels table;
+}
+#endif
 #if defined(__x86_64__)
 namespace avx512bf16 {
 extern const Kernels table;
@@ -29,10 +34,11 @@ extern const Kernels table;
 
 const std::vector<const Kernels*>& compiled() {
   static const std::vector<const Kernels*> all = {
+#if GDN_WITH_AMX
+      &amx::table,
+#endif
 #if defined(__x86_64__)
-      &avx512bf16::table,
-      &avx512::table,
-      &avx2::table,
+      &avx512bf16::table, &avx512::table, &avx2::table,
 #elif defined(__aarch64__)
       &neon::table,
 #endif

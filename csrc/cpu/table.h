@@ -7,6 +7,13 @@
 #include "../args.h"
 #include "parallel.h"
 
+// AMX needs a compiler that knows it and a kernel that hands out its registers.
+#if defined(__x86_64__) && defined(__linux__) && defined(__has_include)
+#if __has_include(<amxbf16intrin.h>)
+#define GDN_WITH_AMX 1
+#endif
+#endif
+
 namespace gdn::cpu {
 
 // gdn_ops.set_precision: exact = all state arithmetic in f32; fast = products in the 16-bit dtype

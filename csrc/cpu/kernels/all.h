@@ -8,6 +8,7 @@
 #include "decode.h"
 #include "sweep.h"
 #include "windows.h"
+#include "tiles.h"
 #include "chunk.h"
 
 #define GDN_STRINGIFY_(x) #x

@@ -11,6 +11,10 @@
 // k^T are formed once for all value heads of a key head. The order of every sum depends on the row
 // alone.
 //
+// 16-bit inputs go through AMX tiles where there are some (tiles.h): the products of keys, queries
+// and state, the state in two bf16 parts and each chunk's sum added to it in f32. What is inside a
+// chunk (A, M, the substitution) is f32 everywhere.
+//
 // Decays are products of exp(g), never quotients or exponentials of differences of totals. A decay
 // of exactly zero cuts the chunk for that head: nothing older is multiplied by anything.
 
@@ -34,18 +38,22 @@ GDN_INLINE void tile_product(F (&acc)[R][kTileVectors], const float* A, int64_t 
                              int64_t ldb, int64_t depth) {
   for (int64_t p = 0; p < depth; ++p) {
     F b[kTileVectors];
-    for (int c = 0; c < kTileVectors; ++c) b[c] = load(B + p * ldb + c * kLanes);
-    for (int r = 0; r < R; ++r) {
+    unrolled<kTileVectors>(GDN_EACH(c) { b[c] = load(B + p * ldb + c * kLanes); });
+    unrolled<R>(GDN_EACH(r) {
       const F x = broadcast(A[r * lda + p]);
-      for (int c = 0; c < kTileVectors; ++c) acc[r][c] = fma(x, b[c], acc[r][c]);
-    }
+      unrolled<kTileVectors>(GDN_EACH(c) { acc[r][c] = fma(x, b[c], acc[r][c]); });
+    });
   }
 }
 
 // A smaller tile for what kTileRows leaves over: 64 = 10 * 6 + 4, 128 = 20 * 6 + 2 * 4.
 constexpr int kSmallTile = 4;
 // Rows past the last that a tile may compute; buffers have them, nobody reads them.
+#if GDN_SIMD_AMX
+constexpr int64_t kSpareRows = 2 * kTileRow;
+#else
 constexpr int64_t kSpareRows = kTileRows;
+#endif
 
 GDN_INLINE int64_t strip_floats(int64_t K) { return (K + kSpareRows) * kStrip; }
 
@@ -67,12 +75,60 @@ GDN_INLINE void for_tiles(int64_t n, Body body) {
   }
 }
 
+// Carves a thread's scratch; every piece starts on a cache line.
+struct ScratchCursor {
+  float* base;
+  int64_t used = 0;
+  float* take(int64_t floats) {
+    float* p = base ? base + used : nullptr;
+    used += (floats + 15) / 16 * 16;
+    return p;
+  }
+};
+
+// Operands of a chunk for the tiles.
+struct ChunkTiles {
+#if GDN_SIMD_AMX
+  TileRows k, q, kt;  // [C][K], [C][K], [K][C], sides padded to whole tiles
+  TilePairs k_pairs;  // transposed k
+  float *rk, *rq;     // [C]: 1 / norm, or 1
+  TilePairs S, du;    // of the strip at hand: [K / 2][kStrip], [C / 2][kStrip]
+  float* update;      // [2 kTileRow][kStrip]
+
+  void carve(ScratchCursor& cursor, int64_t C, int64_t K, int parts) {
+    const int64_t Cp = whole_depth(C), Kp = whole_depth(K);
+    auto rows = [&](int64_t n, int64_t width) {
+      TileRows x{{}, width, parts};
+      for (auto& part : x.part) part = reinterpret_cast<bf16_t*>(cursor.take(n * width / 2));
+      return x;
+    };
+    auto pairs = [&](int64_t n, int64_t width, int count) {
+      TilePairs x{{}, width, count};
+      for (auto& part : x.part) part = reinterpret_cast<uint32_t*>(cursor.take(n / 2 * width));
+      return x;
+    };
+    k = rows(Cp, Kp);
+    q = rows(Cp, Kp);
+    kt = rows(Kp, Cp);
+    k_pairs = pairs(Kp, Cp, parts);
+    rk = cursor.take(Cp);
+    rq = cursor.take(Cp);
+    S = pairs(Kp, kStrip, kParts);
+    du = pairs(Cp, kStrip, kParts);
+    update = cursor.take(2 * kTileRow * kStrip);
+  }
+#else
+  void carve(ScratchCursor&, int64_t, int64_t, int) {}
+#endif
+};
+
 // What the value heads of one key head share in a chunk. All buffers belong to the task's thread.
 struct ChunkKeys {
   float *k, *q;    // [n][ld_k], as the recurrence uses them
   float* kt;       // [K][ld_t], transposed k, zero from column n on
   float *kk, *qk;  // [n][ld_c], lower triangles
   int64_t ld_k, ld_t, ld_c;
+  ChunkTiles tiles;
 };
 
 // Per value head and segment.
@@ -80,6 +136,8 @@ struct ChunkHead {
   float *A, *M;         // [n][ld_c]: -beta_i D_ij k_i.k_j (j < i); scale D_ij q_i.k_j (j <= i)
   float* D;             // [ld_c]: the last row of D
   float *a, *beta, *w;  // [n]
+  float *wk, *wq;       // [n]: factors of the products of the old state with k and q
+  float *Sk, *Sq;       // [n][kStrip]: those products where tiles make them
   float *u, *du;        // [n][kStrip]: u, and D_nj u_j, of the strip at hand
   int64_t s_u;          // from the u of one strip to the next; 0: they share a buffer
 };
@@ -91,15 +149,12 @@ static void triangle(const float* x, const ChunkKeys& s, int64_t n, int64_t K, f
       constexpr int R = decltype(rows)::value;
       if (i + R <= j) return;
       F acc[R][kTileVectors];
-      for (int r = 0; r < R; ++r) {
-        for (int c = 0; c < kTileVectors; ++c) acc[r][c] = zero();
-      }
+      unrolled<R>(GDN_EACH(r) { unrolled<kTileVectors>(GDN_EACH(c) { acc[r][c] = zero(); }); });
       tile_product<R>(acc, x + i * s.ld_k, s.ld_k, s.kt + j, s.ld_t, K);
-      for (int r = 0; r < R; ++r) {
-        for (int c = 0; c < kTileVectors; ++c) {
-          store(out + (i + r) * s.ld_c + j + c * kLanes, acc[r][c]);
-        }
-      }
+      unrolled<R>(GDN_EACH(r) {
+        unrolled<kTileVectors>(
+            GDN_EACH(c) { store(out + (i + r) * s.ld_c + j + c * kLanes, acc[r][c]); });
+      });
     });
   }
 }
@@ -140,23 +195,152 @@ static void transpose(const float* src, int64_t ld_src, int64_t rows, int64_t co
   }
 }
 
-static void load_keys(const ChunkArgs& x, int64_t b, int64_t t0, int64_t n, int64_t hk,
-                      const ChunkKeys& s) {
-  for (int64_t i = 0; i < n; ++i) {
-    load_row(x.k, b, t0 + i, hk, x.K, s.k + i * s.ld_k);
-    load_row(x.q, b, t0 + i, hk, x.K, s.q + i * s.ld_k);
-    if (x.l2norm) {
-      l2_normalise(s.k + i * s.ld_k, x.K);
-      l2_normalise(s.q + i * s.ld_k, x.K);
+// S^T strip = w S^T + kt[:, first .. first+n) du.
+static void update_strip(const ChunkKeys& s, const float* du, int64_t first, int64_t n, int64_t K,
+                         float w, float* S, bool S_is_zero) {
+  for_tiles(K, [&](int64_t i, auto rows, int) {
+    constexpr int R = decltype(rows)::value;
+    F acc[R][kTileVectors];
+    const F decay = broadcast(w);
+    unrolled<R>(GDN_EACH(r) {
+      unrolled<kTileVectors>(GDN_EACH(c) {
+        acc[r][c] = S_is_zero ? zero() : decay * load(S + (i + r) * kStrip + c * kLanes);
+      });
+    });
+    tile_product<R>(acc, s.kt + i * s.ld_t + first, s.ld_t, du, kStrip, n);
+    unrolled<R>(GDN_EACH(r) {
+      unrolled<kTileVectors>(GDN_EACH(c) { store(S + (i + r) * kStrip + c * kLanes, acc[r][c]); });
+    });
+  });
+}
+
+// The products of a chunk with its keys, its queries and the state of a strip.
+template <class T, bool tiled = kTiled<T>>
+struct ChunkProducts {
+  // Keys and queries of tokens [t0, t0 + n), k k^T and q k^T.
+  static void load_keys(const ChunkArgs& x, int64_t b, int64_t t0, int64_t n, int64_t hk,
+                        const ChunkKeys& s) {
+    for (int64_t i = 0; i < n; ++i) {
+      load_row(x.k, b, t0 + i, hk, x.K, s.k + i * s.ld_k);
+      load_row(x.q, b, t0 + i, hk, x.K, s.q + i * s.ld_k);
+      if (x.l2norm) {
+        l2_normalise(s.k + i * s.ld_k, x.K);
+        l2_normalise(s.q + i * s.ld_k, x.K);
+      }
+    }
+    transpose(s.k, s.ld_k, n, x.K, s.kt, s.ld_t);
+    for (int64_t p = 0; p < x.K; ++p) {
+      for (int64_t j = n; j < s.ld_t; ++j) s.kt[p * s.ld_t + j] = 0.f;
+    }
+    triangle(s.k, s, n, x.K, s.kk);
+    triangle(s.q, s, n, x.K, s.qk);
+  }
+  // Factors of the segment's products with the old state, from its decays.
+  static void factors(const ChunkKeys&, const ChunkHead& h, int64_t, int64_t n, float scale) {
+    for (int64_t i = 0; i < n; ++i) {
+      h.wk[i] = h.w[i];
+      h.wq[i] = scale * h.w[i];
     }
   }
-  transpose(s.k, s.ld_k, n, x.K, s.kt, s.ld_t);
-  for (int64_t p = 0; p < x.K; ++p) {
-    for (int64_t j = n; j < s.ld_t; ++j) s.kt[p * s.ld_t + j] = 0.f;
+  static void old_state(const ChunkKeys&, const ChunkHead&, int64_t, int64_t, const float*) {}
+  // S^T strip = w S^T + kt[:, first .. first + n) du.
+  static void update(const ChunkKeys& s, const ChunkHead& h, const float*, int64_t first, int64_t n,
+                     int64_t K, float w, float* S, bool S_is_zero) {
+    update_strip(s, h.du, first, n, K, w, S, S_is_zero);
   }
-  triangle(s.k, s, n, x.K, s.kk);
-  triangle(s.q, s, n, x.K, s.qk);
-}
+};
+
+#if GDN_SIMD_AMX
+static_assert(kStrip == kTileColumns, "a strip is a block of two tiles");
+
+template <class T>
+struct ChunkProducts<T, true> {
+  static void load_keys(const ChunkArgs& x, int64_t b, int64_t t0, int64_t n, int64_t hk,
+                        const ChunkKeys& s) {
+    const ChunkTiles& m = s.tiles;
+    const int64_t depth = whole_depth(n), Kp = m.k.ld;
+    // Lengths are factors of rows and columns, so that the operands stay as they came.
+    auto load_rows = [&](const View& view, float* rows, const TileRows& to, float* r) {
+      for (int64_t i = 0; i < n; ++i) {
+        float* row = rows + i * s.ld_k;
+        load_row(view, b, t0 + i, hk, x.K, row);
+        split_row(row, x.K, Kp, to.from_row(i));
+        r[i] = 1.f;
+        if (x.l2norm) {
+          r[i] = inverse_norm(row, x.K);
+          for (int64_t p = 0; p < x.K; p += kLanes) {
+            store(row + p, broadcast(r[i]) * load(row + p));
+          }
+        }
+      }
+      for (int64_t i = n; i < depth; ++i) split_row(nullptr, 0, Kp, to.from_row(i));
+    };
+    load_rows(x.k, s.k, m.k, m.rk);
+    load_rows(x.q, s.q, m.q, m.rq);
+    for (int part = 0; part < m.k.parts; ++part) {
+      uint32_t* pairs = m.k_pairs.part[part];
+      transpose(reinterpret_cast<const float*>(m.k.part[part]), Kp / 2, depth, Kp / 2,
+                reinterpret_cast<float*>(pairs), m.k_pairs.ld);
+      for (int64_t p = 0; p < Kp / 2; ++p) {
+        bf16_t* even = m.kt.part[part] + 2 * p * m.kt.ld;
+        for (int64_t j = 0; j < depth; j += kLanes) {
+          const __m512i x = _mm512_loadu_si512(pairs + p * m.k_pairs.ld + j);
+          const __m256i lo = _mm512_cvtepi32_epi16(x);
+          const __m256i hi = _mm512_cvtepi32_epi16(_mm512_srli_epi32(x, 16));
+          _mm256_storeu_si256(reinterpret_cast<__m256i*>(even + j), lo);
+          _mm256_storeu_si256(reinterpret_cast<__m256i*>(even + m.kt.ld + j), hi);
+        }
+      }
+    }
+    auto triangle = [&](const TileRows& rows, const float* r, float* out) {
+      for (int64_t j = 0; j < n; j += kStrip) {
+        tile_rows(rows.from_row(j), m.k_pairs.from_column(j), n - j, Kp, out + j * s.ld_c + j,
+                  s.ld_c);
+      }
+      if (!x.l2norm) return;
+      for (int64_t i = 0; i < n; ++i) {
+        float* row = out + i * s.ld_c;
+        for (int64_t j = 0; j <= i; j += kLanes) {
+          store(row + j, broadcast(r[i]) * load(m.rk + j) * load(row + j));
+        }
+      }
+    };
+    triangle(m.k, m.rk, s.kk);
+    triangle(m.q, m.rq, s.qk);
+  }
+  static void factors(const ChunkKeys& s, const ChunkHead& h, int64_t first, int64_t n,
+                      float scale) {
+    const ChunkTiles& m = s.tiles;
+    for (int64_t i = 0; i < n; ++i) {
+      h.wk[i] = h.w[i] * m.rk[first + i];
+      h.wq[i] = scale * h.w[i] * m.rq[first + i];
+      h.D[i] *= m.rk[first + i];
+    }
+  }
+  static void old_state(const ChunkKeys& s, const ChunkHead& h, int64_t n, int64_t K,
+                        const float* S) {
+    const ChunkTiles& m = s.tiles;
+    split_pairs(S, nullptr, 0, K, m.k.ld, m.S);
+    tile_rows(m.k, m.S, n, m.k.ld, h.Sk, kStrip);
+    tile_rows(m.q, m.S, n, m.k.ld, h.Sq, kStrip);
+  }
+  static void update(const ChunkKeys& s, const ChunkHead& h, const float* u, int64_t first,
+                     int64_t n, int64_t K, float w, float* S, bool S_is_zero) {
+    const ChunkTiles& m = s.tiles;
+    const int64_t depth = whole_depth(first + n);
+    split_pairs(u - first * kStrip, h.D, first, first + n, depth, m.du);
+    const F decay = broadcast(w);
+    for (int64_t i = 0; i < K; i += 2 * kTileRow) {
+      tile_block<2>(m.kt.from_row(i), m.du, depth, m.update, kStrip);
+      float* rows = S + i * kStrip;
+      for (int64_t e = 0; e < 2 * kTileRow * kStrip; e += kLanes) {
+        const F sum = load(m.update + e);
+        store(rows + e, S_is_zero ? sum : fma(decay, load(rows + e), sum));
+      }
+    }
+  }
+};
+#endif
 
 // Decays and the two triangular matrices of tokens [first, end) of the chunk; rows and columns
 // count from `first`.
@@ -185,13 +369,17 @@ static void head_matrices(const ChunkKeys& s, const ChunkHead& h, int64_t first,
 }
 
 // One strip of one head through tokens [first, first + n) of a chunk that starts at token t0.
+// `ahead`: row 0 of what the thread reads of v next, or null. Its rows lie a token apart, each in a
+// page of its own, so nothing but a request hides their latency.
 template <class T>
 static void strip_segment(const ChunkArgs& x, const ChunkKeys& s, const ChunkHead& h, int64_t b,
                           int64_t t0, int64_t hv, int64_t first, int64_t n, int64_t column,
-                          const float* S, bool S_is_zero, float* u) {
+                          const float* S, bool S_is_zero, float* u, const T* ahead) {
   const int64_t cols = x.V - column < kStrip ? x.V - column : kStrip;
   const bool direct = cols == kStrip && x.v.sd == 1;
-  const int64_t depth = S_is_zero ? 0 : x.K;
+  // With tiles both products with the state are there already.
+  const bool ready = kTiled<T> && !S_is_zero;
+  const int64_t depth = S_is_zero || kTiled<T> ? 0 : x.K;
   const float* k = s.k + first * s.ld_k;
   const float* q = s.q + first * s.ld_k;
   for_tiles(n, [&](int64_t i, auto rows, int valid) {
@@ -199,9 +387,17 @@ static void strip_segment(const ChunkArgs& x, const ChunkKeys& s, const ChunkHea
     alignas(64) float buffer[kStrip];
     const int64_t t = t0 + first + i;
     F acc[R][kTileVectors];
-    for (int r = 0; r < R; ++r) {
-      for (int c = 0; c < kTileVectors; ++c) acc[r][c] = zero();
+    auto start = [&](const float* products) {
+      const float* row = products + (first + i) * kStrip;
+      unrolled<R>(GDN_EACH(r) {
+        unrolled<kTileVectors>(
+            GDN_EACH(c) { acc[r][c] = ready ? load(row + r * kStrip + c * kLanes) : zero(); });
+      });
+    };
+    if (ahead) {
+      for (int r = 0; r < valid; ++r) prefetch_l2(ahead + (i + r) * x.v.st);
     }
+    start(h.Sk);
     tile_product<R>(acc, k + i * s.ld_k, s.ld_k, S, kStrip, depth);
     for (int r = 0; r < valid; ++r) {
       if (!direct) {
@@ -214,73 +410,55 @@ static void strip_segment(const ChunkArgs& x, const ChunkKeys& s, const ChunkHea
               direct ? load(row + c * kLanes) : load(buffer + c * kLanes));
       }
     }
-    for (int r = 0; r < R; ++r) {
-      const F w = broadcast(h.w[i + r]), beta = broadcast(h.beta[first + i + r]);
-      for (int c = 0; c < kTileVectors; ++c) {
+    unrolled<R>(GDN_EACH(r) {
+      const F w = broadcast(h.wk[i + r]), beta = broadcast(h.beta[first + i + r]);
+      unrolled<kTileVectors>(GDN_EACH(c) {
         acc[r][c] = beta * (load(u + (i + r) * kStrip + c * kLanes) - w * acc[r][c]);
-      }
-    }
+      });
+    });
     const float* A = h.A + i * s.ld_c;
     tile_product<R>(acc, A, s.ld_c, u, kStrip, i);
-    for (int r = 1; r < R; ++r) {
-      for (int m = 0; m < r; ++m) {
+    unrolled<R>(GDN_EACH(r) {
+      unrolled<r>(GDN_EACH(m) {
         const F f = broadcast(A[r * s.ld_c + i + m]);
-        for (int c = 0; c < kTileVectors; ++c) acc[r][c] = fma(f, acc[m][c], acc[r][c]);
-      }
-    }
-    for (int r = 0; r < R; ++r) {
+        unrolled<kTileVectors>(GDN_EACH(c) { acc[r][c] = fma(f, acc[m][c], acc[r][c]); });
+      });
+    });
+    unrolled<R>(GDN_EACH(r) {
       const F d = broadcast(h.D[i + r]);
-      for (int c = 0; c < kTileVectors; ++c) {
+      unrolled<kTileVectors>(GDN_EACH(c) {
         store(u + (i + r) * kStrip + c * kLanes, acc[r][c]);
-        store(h.du + (i + r) * kStrip + c * kLanes, d * acc[r][c]);
-        acc[r][c] = zero();
-      }
-    }
+        if (!kTiled<T>) store(h.du + (i + r) * kStrip + c * kLanes, d * acc[r][c]);
+      });
+    });
+    start(h.Sq);
     tile_product<R>(acc, q + i * s.ld_k, s.ld_k, S, kStrip, depth);
-    for (int r = 0; r < R; ++r) {
-      const F w = broadcast(x.scale * h.w[i + r]);
-      for (int c = 0; c < kTileVectors; ++c) acc[r][c] = w * acc[r][c];
-    }
+    unrolled<R>(GDN_EACH(r) {
+      const F w = broadcast(h.wq[i + r]);
+      unrolled<kTileVectors>(GDN_EACH(c) { acc[r][c] = w * acc[r][c]; });
+    });
     const float* M = h.M + i * s.ld_c;
     tile_product<R>(acc, M, s.ld_c, u, kStrip, i);
-    for (int m = 0; m < R; ++m) {
+    unrolled<R>(GDN_EACH(m) {
       F value[kTileVectors];
-      for (int c = 0; c < kTileVectors; ++c) value[c] = load(u + (i + m) * kStrip + c * kLanes);
-      for (int r = m; r < R; ++r) {
+      unrolled<kTileVectors>(GDN_EACH(c) { value[c] = load(u + (i + m) * kStrip + c * kLanes); });
+      unrolled<R - m>(GDN_EACH(below) {
+        constexpr int r = m + below;
         const F f = broadcast(M[r * s.ld_c + i + m]);
-        for (int c = 0; c < kTileVectors; ++c) acc[r][c] = fma(f, value[c], acc[r][c]);
-      }
-    }
-    for (int r = 0; r < R; ++r) {
-      if (r >= valid) break;
+        unrolled<kTileVectors>(GDN_EACH(c) { acc[r][c] = fma(f, value[c], acc[r][c]); });
+      });
+    });
+    unrolled<R>(GDN_EACH(r) {
+      if (r >= valid) return;
       T* out =
           static_cast<T*>(x.out.ptr) + b * x.out.sb + (t + r) * x.out.st + hv * x.out.sh + column;
       if (cols == kStrip) {
-        for (int c = 0; c < kTileVectors; ++c) store(out + c * kLanes, acc[r][c]);
+        unrolled<kTileVectors>(GDN_EACH(c) { store(out + c * kLanes, acc[r][c]); });
       } else {
-        for (int c = 0; c < kTileVectors; ++c) store(buffer + c * kLanes, acc[r][c]);
+        unrolled<kTileVectors>(GDN_EACH(c) { store(buffer + c * kLanes, acc[r][c]); });
         narrow(buffer, cols, out);
       }
-    }
-  });
-}
-
-// S^T strip = w S^T + kt[:, first .. first+n) du.
-static void update_strip(const ChunkKeys& s, const float* du, int64_t first, int64_t n, int64_t K,
-                         float w, float* S, bool S_is_zero) {
-  for_tiles(K, [&](int64_t i, auto rows, int) {
-    constexpr int R = decltype(rows)::value;
-    F acc[R][kTileVectors];
-    const F decay = broadcast(w);
-    for (int r = 0; r < R; ++r) {
-      for (int c = 0; c < kTileVectors; ++c) {
-        acc[r][c] = S_is_zero ? zero() : decay * load(S + (i + r) * kStrip + c * kLanes);
-      }
-    }
-    tile_product<R>(acc, s.kt + i * s.ld_t + first, s.ld_t, du, kStrip, n);
-    for (int r = 0; r < R; ++r) {
-      for (int c = 0; c < kTileVectors; ++c) store(S + (i + r) * kStrip + c * kLanes, acc[r][c]);
-    }
+    });
   });
 }
 
@@ -341,17 +519,6 @@ static void store_state(const StatePool& pool, int64_t row, int64_t h, int64_t c
   }
 }
 
-// Carves a thread's scratch; every piece starts on a cache line.
-struct ScratchCursor {
-  float* base;
-  int64_t used = 0;
-  float* take(int64_t floats) {
-    float* p = base ? base + used : nullptr;
-    used += (floats + 15) / 16 * 16;
-    return p;
-  }
-};
-
 struct ChunkScratch {
   ChunkKeys keys;
   ChunkHead head;
@@ -381,9 +548,14 @@ static int64_t carve_chunk(float* base, const ChunkArgs& x, int64_t state_floats
   s.head.a = cursor.take(rows);
   s.head.beta = cursor.take(rows);
   s.head.w = cursor.take(rows);
+  s.head.wk = cursor.take(rows);
+  s.head.wq = cursor.take(rows);
   s.head.u = cursor.take(u_strips * rows * kStrip);
   s.head.s_u = u_strips > 1 ? rows * kStrip : 0;
   s.head.du = cursor.take(rows * kStrip);
+  s.head.Sk = cursor.take(rows * kStrip);
+  s.head.Sq = cursor.take(rows * kStrip);
+  s.keys.tiles.carve(cursor, C, x.K, x.q.dtype == DType::bf16 ? 1 : 2);
   s.buffer = cursor.take(kStrip * padded(x.K));
   s.S = cursor.take(state_floats);
   return cursor.used;
@@ -394,8 +566,9 @@ static int64_t carve_chunk(float* base, const ChunkArgs& x, int64_t state_floats
 template <class T>
 static void chunk_of_head(const ChunkArgs& x, const ChunkScratch& s, int64_t b, int64_t t0,
                           int64_t n, int64_t hv, int64_t column, int64_t count, float* S,
-                          bool zero_state, bool update) {
+                          bool zero_state, bool update, const T* ahead) {
   const ChunkHead& h = s.head;
+  const T* v = element<T>(x.v, b, t0, hv) + column;
   for (int64_t i = 0; i < n; ++i) {
     const TokenGates gates = token_gates(x.gates, b, t0 + i, hv);
     h.a[i] = gates.decay;
@@ -406,15 +579,32 @@ static void chunk_of_head(const ChunkArgs& x, const ChunkScratch& s, int64_t b, 
     while (end < n && h.a[end] != 0.f) ++end;
     if (h.a[first] == 0.f) zero_state = true;
     head_matrices(s.keys, h, first, end, x.scale);
+    ChunkProducts<T>::factors(s.keys, h, first, end - first, x.scale);
     for (int64_t p = 0; p < count; ++p) {
       float* strip = S + p * strip_floats(x.K);
+      float* u = h.u + p * h.s_u + first * kStrip;
+      if (!zero_state) ChunkProducts<T>::old_state(s.keys, h, n, x.K, strip);
       strip_segment<T>(x, s.keys, h, b, t0, hv, first, end - first, column + p * kStrip, strip,
-                       zero_state, h.u + p * h.s_u + first * kStrip);
+                       zero_state, u, p + 1 < count ? v + (p + 1) * kStrip : ahead);
       // What follows a cut starts from nothing.
       if (update && end == n) {
-        update_strip(s.keys, h.du, first, end - first, x.K, h.w[end - first - 1], strip,
-                     zero_state);
+        ChunkProducts<T>::update(s.keys, h, u, first, end - first, x.K, h.w[end - first - 1], strip,
+                                 zero_state);
       }
+    }
+  }
+}
+
+// Asks for share `part` of `parts` of the keys and queries of the chunk at t.
+template <class T>
+static void prefetch_keys(const ChunkArgs& x, int64_t b, int64_t t, int64_t end, int64_t hk,
+                          int64_t part, int64_t parts) {
+  const int64_t n = end - t < x.C ? end - t : x.C;
+  for (int64_t i = n * part / parts; i < n * (part + 1) / parts; ++i) {
+    const T *k = element<T>(x.k, b, t + i, hk), *q = element<T>(x.q, b, t + i, hk);
+    for (int64_t p = 0; p < x.K; p += 64 / static_cast<int64_t>(sizeof(T))) {
+      prefetch_l2(k + p);
+      prefetch_l2(q + p);
     }
   }
 }
@@ -439,6 +629,7 @@ static void chunk_typed(const ChunkArgs& x, const Parallel& parallel) {
   const int64_t tasks = x.seqs.N * x.H * groups * splits;
   int64_t next_task = 0;
   auto body = [&](int64_t, int64_t) {
+    [[maybe_unused]] const ThreadTiles<kTiled<T>> tiles;
     ChunkScratch s;
     const int64_t state_floats = heads * count * strip_floats(x.K);
     s.S = nullptr;
@@ -482,10 +673,16 @@ static void chunk_typed(const ChunkArgs& x, const Parallel& parallel) {
       };
       for (int64_t t = seq.start, edge = 0; t < seq.end; t += x.C, ++edge) {
         const int64_t tokens = seq.end - t < x.C ? seq.end - t : x.C;
-        load_keys(x, seq.b, t, tokens, hk, s.keys);
+        ChunkProducts<T>::load_keys(x, seq.b, t, tokens, hk, s.keys);
         for (int64_t h = h0; h < h1; ++h) {
+          const bool more = h + 1 < h1, chunks = t + x.C < seq.end;
+          const T* ahead = more     ? element<T>(x.v, seq.b, t, h + 1) + column
+                           : chunks ? element<T>(x.v, seq.b, t + x.C, h0) + column
+                                    : nullptr;
           chunk_of_head<T>(x, s, seq.b, t, tokens, h, column, mine,
-                           s.S + (h - h0) * count * strip_floats(x.K), zero_state[h - h0], true);
+                           s.S + (h - h0) * count * strip_floats(x.K), zero_state[h - h0], true,
+                           ahead);
+          if (chunks) prefetch_keys<T>(x, seq.b, t + x.C, seq.end, hk, h - h0, h1 - h0);
           zero_state[h - h0] = false;
         }
         if (tokens == x.C && edge < x.edges) {
@@ -594,7 +791,7 @@ static void chunk_lowrank_sequence(const ChunkArgs& x, const LowrankScratch& s, 
   }
   for (int64_t t = seq.start; t < seq.end; t += x.C) {
     const int64_t n = seq.end - t < x.C ? seq.end - t : x.C;
-    load_keys(x, seq.b, t, n, hk, keys);
+    ChunkProducts<T>::load_keys(x, seq.b, t, n, hk, keys);
     transpose(s.k, keys.ld_k, fill, x.K, s.kt, s.ld_r);
     const int64_t fresh = n < R ? n : R, keep = fill < R - fresh ? fill : R - fresh;
     for (int64_t h = 0; h < ratio; ++h) {
@@ -621,8 +818,8 @@ static void chunk_lowrank_sequence(const ChunkArgs& x, const LowrankScratch& s, 
         }
         update_strip(entries, s.wu, first, live, x.K, 1.f, s.chunk.S + p * strip_floats(x.K), true);
       }
-      chunk_of_head<T>(x, s.chunk, seq.b, t, n, h0 + h, 0, strips(x.V), s.chunk.S, live == 0,
-                       false);
+      chunk_of_head<T>(x, s.chunk, seq.b, t, n, h0 + h, 0, strips(x.V), s.chunk.S, live == 0, false,
+                       static_cast<const T*>(nullptr));
       shift_rows(g, 1, fill, keep);
       shift_rows(u, s.ld_u, fill, keep);
       for (int64_t i = 0; i < fresh; ++i) {
@@ -661,6 +858,7 @@ static void chunk_lowrank_typed(const ChunkArgs& x, const Parallel& parallel) {
   const int64_t tasks = x.seqs.N * x.H, ratio = x.HV / x.H;
   int64_t next_task = 0;
   auto body = [&](int64_t, int64_t) {
+    [[maybe_unused]] const ThreadTiles<kTiled<T>> tiles;
     LowrankScratch s;
     float* base = thread_scratch(carve_lowrank(nullptr, x, ratio, s));
     carve_lowrank(base, x, ratio, s);

@@ -81,8 +81,11 @@ static float dot(const float* a, const float* b, int64_t n) {
   return sum(acc);
 }
 
+static float inverse_norm(const float* x, int64_t n) {
+  return 1.f / __builtin_sqrtf(dot(x, x, n) + kL2Eps);
+}
 static void l2_normalise(float* x, int64_t n) {
-  const F r = broadcast(1.f / __builtin_sqrtf(dot(x, x, n) + kL2Eps));
+  const F r = broadcast(inverse_norm(x, n));
   for (int64_t i = 0; i < n; i += kLanes) store(x + i, load(x + i) * r);
 }
 

@@ -23,6 +23,19 @@ typedef uint16_t U16 __attribute__((vector_size(sizeof(F) / 2)));
 
 #define GDN_INLINE static inline __attribute__((always_inline))
 
+// body(integral_constant<int, i>) for i in [0, n): constants, so that an array of registers which
+// it indexes stays in registers. A loop does not promise that, whatever its pragma. The body is
+// written GDN_EACH(i) { ... }.
+#define GDN_EACH(i) [&](auto i) __attribute__((always_inline))
+template <class Body, int... i>
+GDN_INLINE void unrolled_body(Body body, std::integer_sequence<int, i...>) {
+  (body(std::integral_constant<int, i>()), ...);
+}
+template <int n, class Body>
+GDN_INLINE void unrolled(Body body) {
+  unrolled_body(body, std::make_integer_sequence<int, n>());
+}
+
 GDN_INLINE F broadcast(float x) {
 #if GDN_SIMD_AVX512
   return _mm512_set1_ps(x);

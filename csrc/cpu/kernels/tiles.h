@@ -1,0 +1,148 @@
+// Matrix products in AMX tiles: operands of bf16, 16 x 32 at a time, sums in f32.
+// Included inside the namespace of one instruction set, after rows.h.
+//
+// An f32 operand goes in as two bf16 parts, hi + lo: 16 bits of significand. A product of operands
+// with parts leaves out lo * lo, so what is lost is 2^-17 of the largest term. A bf16 operand is
+// one part and exact; an f16 one is two and exact.
+
+template <class T>
+constexpr bool kTiled = false;
+template <bool tiled>
+struct ThreadTiles {};
+
+#if GDN_SIMD_AMX
+template <>
+constexpr bool kTiled<bf16_t> = true;
+template <>
+constexpr bool kTiled<f16_t> = true;
+
+constexpr int kParts = 2;
+constexpr int64_t kTileRow = 16, kTileDepth = 32;  // rows of a tile; bf16 elements of a row
+// f32 columns of a block of products: two tiles, two registers.
+constexpr int64_t kTileColumns = 2 * kLanes;
+
+GDN_INLINE int64_t whole_depth(int64_t n) { return (n + kTileDepth - 1) / kTileDepth * kTileDepth; }
+
+// The thread's tile registers, all eight 16 rows of 64 bytes. Given back at the end: a processor
+// with live tiles neither sleeps deeply nor switches threads cheaply.
+template <>
+struct ThreadTiles<true> {
+  ThreadTiles() {
+    struct alignas(64) {
+      uint8_t palette = 1, start_row = 0, reserved[14] = {};
+      uint16_t row_bytes[16] = {};
+      uint8_t rows[16] = {};
+    } config;
+    for (int i = 0; i < 8; ++i) {
+      config.row_bytes[i] = 64;
+      config.rows[i] = 16;
+    }
+    _tile_loadconfig(&config);
+  }
+  ThreadTiles(const ThreadTiles&) = delete;
+  ThreadTiles& operator=(const ThreadTiles&) = delete;
+  ~ThreadTiles() { _tile_release(); }
+};
+
+// The left operand: rows of bf16, `ld` elements apart.
+struct TileRows {
+  bf16_t* part[kParts];
+  int64_t ld;
+  int parts;
+  TileRows from_row(int64_t i) const { return {{part[0] + i * ld, part[1] + i * ld}, ld, parts}; }
+};
+// The right operand: word [m][c] holds elements 2m and 2m + 1 of column c; rows of `ld` words.
+struct TilePairs {
+  uint32_t* part[kParts];
+  int64_t ld;
+  int parts;
+  TilePairs from_column(int64_t c) const { return {{part[0] + c, part[1] + c}, ld, parts}; }
+};
+
+// C = A * B for R tiles of rows and kTileColumns columns; depth in whole tiles.
+template <int R>
+GDN_INLINE void tile_block(const TileRows& A, const TilePairs& B, int64_t depth, float* C,
+                           int64_t ld_c) {
+  // The compiler does not know that tile loads read memory.
+  asm volatile("" ::: "memory");
+  _tile_zero(0);
+  _tile_zero(1);
+  if (R == 2) {
+    _tile_zero(2);
+    _tile_zero(3);
+  }
+  for (int64_t p = 0; p < depth; p += kTileDepth) {
+    for (int i = 0; i < A.parts; ++i) {
+      const bf16_t* a = A.part[i] + p;
+      _tile_loadd(4, a, A.ld * sizeof(bf16_t));
+      if (R == 2) _tile_loadd(5, a + kTileRow * A.ld, A.ld * sizeof(bf16_t));
+      for (int j = 0; j < B.parts && i + j < kParts; ++j) {
+        const uint32_t* b = B.part[j] + p / 2 * B.ld;
+        _tile_loadd(6, b, B.ld * sizeof(uint32_t));
+        _tile_loadd(7, b + kLanes, B.ld * sizeof(uint32_t));
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        if (R == 2) {
+          _tile_dpbf16ps(2, 5, 6);
+          _tile_dpbf16ps(3, 5, 7);
+        }
+      }
+    }
+  }
+  _tile_stored(0, C, ld_c * sizeof(float));
+  _tile_stored(1, C + kLanes, ld_c * sizeof(float));
+  if (R == 2) {
+    _tile_stored(2, C + kTileRow * ld_c, ld_c * sizeof(float));
+    _tile_stored(3, C + kTileRow * ld_c + kLanes, ld_c * sizeof(float));
+  }
+  asm volatile("" ::: "memory");
+}
+// The same for n rows; C has rows up to the next whole tile.
+static void tile_rows(const TileRows& A, const TilePairs& B, int64_t n, int64_t depth, float* C,
+                      int64_t ld_c) {
+  for (int64_t i = 0; i < n; i += 2 * kTileRow) {
+    if (n - i > kTileRow) {
+      tile_block<2>(A.from_row(i), B, depth, C + i * ld_c, ld_c);
+    } else {
+      tile_block<1>(A.from_row(i), B, depth, C + i * ld_c, ld_c);
+    }
+  }
+}
+
+// A row of n floats as parts, zero up to `end`, a whole number of registers.
+static void split_row(const float* x, int64_t n, int64_t end, const TileRows& to) {
+  for (int64_t i = 0; i < end; i += kLanes) {
+    const F v = i + kLanes <= n ? load(x + i) : i < n ? load_n(x + i, n - i) : zero();
+    store(to.part[0] + i, v);
+    if (to.parts == 2) store(to.part[1] + i, v - load(to.part[0] + i));
+  }
+}
+
+// bf16 of two registers, lane by lane side by side: a in the low halves.
+GDN_INLINE U32 pair_up(F a, F b) {
+  const __m512bh both = _mm512_cvtne2ps_pbh(b, a);
+  alignas(64) static constexpr uint16_t order[32] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,
+                                                     21, 6,  22, 7,  23, 8,  24, 9,  25, 10, 26,
+                                                     11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+  return (U32)_mm512_permutexvar_epi16(_mm512_load_si512(order), (__m512i)both);
+}
+// Rows of kTileColumns floats as pairs; those outside [first, end) count as zero, and so do the
+// ones up to `rows`. Row i is multiplied by factor[i - first] where there are factors.
+static void split_pairs(const float* x, const float* factor, int64_t first, int64_t end,
+                        int64_t rows, const TilePairs& to) {
+  auto row = [&](int64_t i, int64_t c) {
+    if (i < first || i >= end) return zero();
+    const F v = load(x + i * kTileColumns + c);
+    return factor ? broadcast(factor[i - first]) * v : v;
+  };
+  for (int64_t m = 0; m < rows / 2; ++m) {
+    for (int64_t c = 0; c < kTileColumns; c += kLanes) {
+      const F a = row(2 * m, c), b = row(2 * m + 1, c);
+      const U32 hi = pair_up(a, b);
+      const U32 lo = pair_up(a - (F)(hi << 16), b - (F)(hi & 0xffff0000u));
+      __builtin_memcpy(to.part[0] + m * to.ld + c, &hi, sizeof hi);
+      __builtin_memcpy(to.part[1] + m * to.ld + c, &lo, sizeof lo);
+    }
+  }
+}
+#endif
