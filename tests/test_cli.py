@@ -265,3 +265,21 @@ TABLES = ("implementations", "scaling", "matrix", "parts", "lowrank", "throughpu
 def test_explore_refuses(capsys, options, says):
     assert main(["explore", *options]) == 2
     assert says in capsys.readouterr().out
+
+
+def test_verify_lowrank_on_a_models_activations(capsys):
+    pytest.importorskip("transformers", reason="the model comes from transformers")
+    code, data = run_json(capsys, "verify", "--lowrank", "--tokens", "96")
+    assert code == 0
+    rows = data["rows"]
+    assert {r["layer"] for r in rows} == {0, 1, 2}  # of four layers one is attention
+    for layer in range(3):
+        error = {r["R"]: r["rel_l2"] for r in rows if r["layer"] == layer}
+        assert list(error) == [8, 16, 32, 64]
+        assert 1e-5 < error[64] < error[32] < error[16] < error[8] < 2
+    assert all(r["worst_head"] >= r["rel_l2"] for r in rows)
+    # A window as long as the text forgets nothing.
+    _, data = run_json(capsys, "verify", "--lowrank", "--tokens", "64")
+    assert all(r["worst_head"] < 1e-5 for r in data["rows"] if r["R"] == 64)
+    assert main(["verify", "recurrent", "--lowrank"]) == 2
+    assert main(["verify", "--lowrank", "--text", "no such file"]) == 2

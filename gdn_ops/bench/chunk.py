@@ -159,7 +159,8 @@ def onnxruntime_peer(x: Inputs) -> Candidate:
     for n, t in (("output", out), ("present_state", present)):
         binding.bind_output(n, "cpu", 0, np.float32, list(t.shape), t.data_ptr())
 
-    def call(i: int) -> tuple[Tensor, Tensor]:
+    # The binding holds addresses only: `feeds` lives as long as the call does.
+    def call(i: int, feeds=feeds) -> tuple[Tensor, Tensor]:
         session.run_with_iobinding(binding)
         return out, present
 

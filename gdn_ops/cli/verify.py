@@ -4,6 +4,10 @@ Each tensor that an op returns or writes is one comparison; a row shows the wors
 the largest absolute error, the relative error in the 2-norm, and the largest error over its
 tolerance (above 1.0 fails, and the status is 1). Calls include a padding row, a fresh row, and pool
 rows that no sequence names.
+
+``--lowrank`` compares nothing with a tolerance: it says what windows of R = 8, 16, 32, 64 entries
+would cost a model, as the relative error of each Gated DeltaNet layer's output on the activations
+that the full-rank model gives that layer.
 """
 
 from __future__ import annotations
@@ -43,6 +47,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="instead: the error after a long run, by state mode and dtype (2000)",
     )
     parser.add_argument("--seed", type=int, default=0)
+    low = parser.add_argument_group("low rank")
+    low.add_argument("--lowrank", action="store_true", help="errors of low-rank windows, by R")
+    low.add_argument("--model", metavar="DIR", help="of which model (default: a small random one)")
+    low.add_argument("--text", metavar="FILE", help="what it reads (default: random token ids)")
+    low.add_argument("--tokens", type=int, default=512, help="how much of it (default 512)")
 
 
 def _dtypes(text: str | None, what: str) -> list[str]:
@@ -154,12 +163,45 @@ def _drift(args: argparse.Namespace, out: Output) -> tuple[int, dict]:
     return int(not all(r["ok"] for r in found)), {"machine": machine, "drift": found}
 
 
+def _lowrank(args: argparse.Namespace, out: Output) -> tuple[int, dict]:
+    from pathlib import Path
+
+    from gdn_ops import bench
+    from gdn_ops.cli import _lowrank
+
+    if args.tokens < 1:
+        raise UsageError(f"--tokens: expected at least 1, got {args.tokens}")
+    if args.text is not None and not Path(args.text).is_file():
+        raise UsageError(f"--text: no file {args.text!r}")
+    text = None if args.text is None else Path(args.text).read_text()
+    with out.progress("verify --lowrank"):
+        rows = _lowrank.measure(args.model, text, args.tokens, args.seed)
+    name = args.model or "a small random model, whose gates are not a trained one's"
+    out.table(
+        f"error of the output with windows of R entries, {rows[0]['tokens']} tokens, {name}",
+        ["layer", *(f"R = {R}" for R in _lowrank.RANKS), *(f"worst, {R}" for R in _lowrank.RANKS)],
+        [
+            [str(layer), *(f"{r[what]:.1e}" for what in ("rel_l2", "worst_head") for r in of_layer)]
+            for layer in sorted({r["layer"] for r in rows})
+            for of_layer in [[r for r in rows if r["layer"] == layer]]
+        ],
+    )
+    out.console.print("mean over value heads, then the worst head; relative, in the 2-norm")
+    return 0, {"machine": bench.machine(), "rows": rows}
+
+
 def run(args: argparse.Namespace, out: Output) -> tuple[int, dict]:
     from gdn_ops import bench
     from gdn_ops.cli._cases import CASES
 
     if args.drift is not None:
         return _drift(args, out)
+
+    if args.lowrank:
+        if args.ops:
+            raise UsageError("--lowrank looks at a model, not at an op: give no OP beside it")
+        return _lowrank(args, out)
+
     unknown = [op for op in args.ops if op not in CASES]
     if unknown:
         raise UsageError(f"no op {unknown[0]!r} to verify; there are: {', '.join(CASES)}")

@@ -12,8 +12,9 @@
 // alone.
 //
 // 16-bit inputs go through AMX tiles where there are some (tiles.h): the products of keys, queries
-// and state, the state in two bf16 parts and each chunk's sum added to it in f32. What is inside a
-// chunk (A, M, the substitution) is f32 everywhere.
+// and state, and what blocks of 32 tokens give to later ones. An f32 operand goes in as bf16 parts
+// (three where the state depends on it, two where only an output does); the state itself stays f32
+// and each chunk's sum is added to it in f32. The substitution inside a block is f32 everywhere.
 //
 // Decays are products of exp(g), never quotients or exponentials of differences of totals. A decay
 // of exactly zero cuts the chunk for that head: nothing older is multiplied by anything.
@@ -89,16 +90,17 @@ struct ScratchCursor {
 // Operands of a chunk for the tiles.
 struct ChunkTiles {
 #if GDN_SIMD_AMX
-  TileRows k, q, kt;  // [C][K], [C][K], [K][C], sides padded to whole tiles
-  TilePairs k_pairs;  // transposed k
-  float *rk, *rq;     // [C]: 1 / norm, or 1
-  TilePairs S, du;    // of the strip at hand: [K / 2][kStrip], [C / 2][kStrip]
-  float* update;      // [2 kTileRow][kStrip]
+  TileRows k, q, kt;   // [C][K], [C][K], [K][C], sides padded to whole tiles
+  TilePairs k_pairs;   // transposed k
+  float *rk, *rq;      // [C]: 1 / norm, or 1
+  TilePairs S, du, u;  // of the strip at hand: [K / 2][kStrip], [C / 2][kStrip]
+  TileRows A, M;       // [C][C], of the head at hand: the columns before a row's block
+  float* update;       // [2 kTileRow][kStrip]
 
   void carve(ScratchCursor& cursor, int64_t C, int64_t K, int parts) {
     const int64_t Cp = whole_depth(C), Kp = whole_depth(K);
-    auto rows = [&](int64_t n, int64_t width) {
-      TileRows x{{}, width, parts};
+    auto rows = [&](int64_t n, int64_t width, int count) {
+      TileRows x{{}, width, count};
       for (auto& part : x.part) part = reinterpret_cast<bf16_t*>(cursor.take(n * width / 2));
       return x;
     };
@@ -107,14 +109,17 @@ struct ChunkTiles {
       for (auto& part : x.part) part = reinterpret_cast<uint32_t*>(cursor.take(n / 2 * width));
       return x;
     };
-    k = rows(Cp, Kp);
-    q = rows(Cp, Kp);
-    kt = rows(Kp, Cp);
+    k = rows(Cp, Kp, parts);
+    q = rows(Cp, Kp, parts);
+    kt = rows(Kp, Cp, parts);
     k_pairs = pairs(Kp, Cp, parts);
     rk = cursor.take(Cp);
     rq = cursor.take(Cp);
     S = pairs(Kp, kStrip, kParts);
     du = pairs(Cp, kStrip, kParts);
+    u = pairs(Cp, kStrip, kParts);
+    A = rows(Cp, Cp, kParts);
+    M = rows(Cp, Cp, kForOutput);
     update = cursor.take(2 * kTileRow * kStrip);
   }
 #else
@@ -137,9 +142,12 @@ struct ChunkHead {
   float* D;             // [ld_c]: the last row of D
   float *a, *beta, *w;  // [n]
   float *wk, *wq;       // [n]: factors of the products of the old state with k and q
-  float *Sk, *Sq;       // [n][kStrip]: those products where tiles make them
-  float *u, *du;        // [n][kStrip]: u, and D_nj u_j, of the strip at hand
-  int64_t s_u;          // from the u of one strip to the next; 0: they share a buffer
+  // Where tiles make them, of the strip at hand: those products, and for a block of rows the sums
+  // A u and M u over the blocks before it.
+  float *Sk, *Sq;  // [n][kStrip]
+  float *Au, *Mu;  // [kSpareRows][kStrip]
+  float *u, *du;   // [n][kStrip]: u, and D_nj u_j, of the strip at hand
+  int64_t s_u;     // from the u of one strip to the next; 0: they share a buffer
 };
 
 // Lower triangle of x k^T: out[i][j] for j <= i, whole strips.
@@ -243,6 +251,9 @@ struct ChunkProducts {
     }
   }
   static void old_state(const ChunkKeys&, const ChunkHead&, int64_t, int64_t, const float*) {}
+  // First row of the block that row i is in: earlier columns of A and M are not its tile's to sum.
+  static int64_t block_of(int64_t) { return 0; }
+  static void earlier_blocks(const ChunkKeys&, const ChunkHead&, int64_t, int64_t, const float*) {}
   // S^T strip = w S^T + kt[:, first .. first + n) du.
   static void update(const ChunkKeys& s, const ChunkHead& h, const float*, int64_t first, int64_t n,
                      int64_t K, float w, float* S, bool S_is_zero) {
@@ -294,7 +305,7 @@ struct ChunkProducts<T, true> {
     }
     auto triangle = [&](const TileRows& rows, const float* r, float* out) {
       for (int64_t j = 0; j < n; j += kStrip) {
-        tile_rows(rows.from_row(j), m.k_pairs.from_column(j), n - j, Kp, out + j * s.ld_c + j,
+        tile_rows(rows.from_row(j), m.k_pairs.from(0, j), n - j, Kp, kExact, out + j * s.ld_c + j,
                   s.ld_c);
       }
       if (!x.l2norm) return;
@@ -316,13 +327,27 @@ struct ChunkProducts<T, true> {
       h.wq[i] = scale * h.w[i] * m.rq[first + i];
       h.D[i] *= m.rk[first + i];
     }
+    for (int64_t i = kSpareRows; i < n; ++i) {
+      split_row(h.A + i * s.ld_c, block_of(i), block_of(i), m.A.from_row(i));
+      split_row(h.M + i * s.ld_c, block_of(i), block_of(i), m.M.from_row(i));
+    }
+  }
+  static int64_t block_of(int64_t i) { return i / kSpareRows * kSpareRows; }
+  // Once the rows before `i`, the first of its block, are done.
+  static void earlier_blocks(const ChunkKeys& s, const ChunkHead& h, int64_t i, int64_t n,
+                             const float* u) {
+    const ChunkTiles& m = s.tiles;
+    const int64_t done = i - kSpareRows, rows = n - i < kSpareRows ? n - i : kSpareRows;
+    split_pairs(u + done * kStrip, nullptr, 0, kSpareRows, kSpareRows, m.u.from(done / 2, 0));
+    tile_rows(m.A.from_row(i), m.u, rows, i, kExact, h.Au, kStrip);
+    tile_rows(m.M.from_row(i), m.u, rows, i, kForOutput, h.Mu, kStrip);
   }
   static void old_state(const ChunkKeys& s, const ChunkHead& h, int64_t n, int64_t K,
                         const float* S) {
     const ChunkTiles& m = s.tiles;
     split_pairs(S, nullptr, 0, K, m.k.ld, m.S);
-    tile_rows(m.k, m.S, n, m.k.ld, h.Sk, kStrip);
-    tile_rows(m.q, m.S, n, m.k.ld, h.Sq, kStrip);
+    tile_rows(m.k, m.S, n, m.k.ld, kExact, h.Sk, kStrip);
+    tile_rows(m.q, m.S, n, m.k.ld, kForOutput, h.Sq, kStrip);
   }
   static void update(const ChunkKeys& s, const ChunkHead& h, const float* u, int64_t first,
                      int64_t n, int64_t K, float w, float* S, bool S_is_zero) {
@@ -331,7 +356,7 @@ struct ChunkProducts<T, true> {
     split_pairs(u - first * kStrip, h.D, first, first + n, depth, m.du);
     const F decay = broadcast(w);
     for (int64_t i = 0; i < K; i += 2 * kTileRow) {
-      tile_block<2>(m.kt.from_row(i), m.du, depth, m.update, kStrip);
+      tile_block<2>(m.kt.from_row(i), m.du, depth, kExact, m.update, kStrip);
       float* rows = S + i * kStrip;
       for (int64_t e = 0; e < 2 * kTileRow * kStrip; e += kLanes) {
         const F sum = load(m.update + e);
@@ -397,6 +422,16 @@ static void strip_segment(const ChunkArgs& x, const ChunkKeys& s, const ChunkHea
     if (ahead) {
       for (int r = 0; r < valid; ++r) prefetch_l2(ahead + (i + r) * x.v.st);
     }
+    const int64_t block = ChunkProducts<T>::block_of(i);
+    if (block > 0 && block == i) ChunkProducts<T>::earlier_blocks(s, h, i, n, u);
+    auto add_blocks = [&](const float* products) {
+      if (block == 0) return;
+      const float* row = products + (i - block) * kStrip;
+      unrolled<R>(GDN_EACH(r) {
+        unrolled<kTileVectors>(
+            GDN_EACH(c) { acc[r][c] = acc[r][c] + load(row + r * kStrip + c * kLanes); });
+      });
+    };
     start(h.Sk);
     tile_product<R>(acc, k + i * s.ld_k, s.ld_k, S, kStrip, depth);
     for (int r = 0; r < valid; ++r) {
@@ -417,7 +452,8 @@ static void strip_segment(const ChunkArgs& x, const ChunkKeys& s, const ChunkHea
       });
     });
     const float* A = h.A + i * s.ld_c;
-    tile_product<R>(acc, A, s.ld_c, u, kStrip, i);
+    add_blocks(h.Au);
+    tile_product<R>(acc, A + block, s.ld_c, u + block * kStrip, kStrip, i - block);
     unrolled<R>(GDN_EACH(r) {
       unrolled<r>(GDN_EACH(m) {
         const F f = broadcast(A[r * s.ld_c + i + m]);
@@ -438,7 +474,8 @@ static void strip_segment(const ChunkArgs& x, const ChunkKeys& s, const ChunkHea
       unrolled<kTileVectors>(GDN_EACH(c) { acc[r][c] = w * acc[r][c]; });
     });
     const float* M = h.M + i * s.ld_c;
-    tile_product<R>(acc, M, s.ld_c, u, kStrip, i);
+    add_blocks(h.Mu);
+    tile_product<R>(acc, M + block, s.ld_c, u + block * kStrip, kStrip, i - block);
     unrolled<R>(GDN_EACH(m) {
       F value[kTileVectors];
       unrolled<kTileVectors>(GDN_EACH(c) { value[c] = load(u + (i + m) * kStrip + c * kLanes); });
@@ -555,6 +592,8 @@ static int64_t carve_chunk(float* base, const ChunkArgs& x, int64_t state_floats
   s.head.du = cursor.take(rows * kStrip);
   s.head.Sk = cursor.take(rows * kStrip);
   s.head.Sq = cursor.take(rows * kStrip);
+  s.head.Au = cursor.take(kSpareRows * kStrip);
+  s.head.Mu = cursor.take(kSpareRows * kStrip);
   s.keys.tiles.carve(cursor, C, x.K, x.q.dtype == DType::bf16 ? 1 : 2);
   s.buffer = cursor.take(kStrip * padded(x.K));
   s.S = cursor.take(state_floats);

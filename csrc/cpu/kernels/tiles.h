@@ -1,9 +1,10 @@
 // Matrix products in AMX tiles: operands of bf16, 16 x 32 at a time, sums in f32.
 // Included inside the namespace of one instruction set, after rows.h.
 //
-// An f32 operand goes in as two bf16 parts, hi + lo: 16 bits of significand. A product of operands
-// with parts leaves out lo * lo, so what is lost is 2^-17 of the largest term. A bf16 operand is
-// one part and exact; an f16 one is two and exact.
+// An f32 operand goes in as parts of bf16 that add up to it: three hold its 24 bits of significand,
+// two hold 16. A bf16 operand is one part and an f16 one two, both exact. A product takes the pairs
+// of parts whose orders add up to less than a limit: 3 loses no more than f32 does, 2 loses 2^-17
+// of the largest term, which is enough for what is stored in 16 bits.
 
 template <class T>
 constexpr bool kTiled = false;
@@ -16,7 +17,8 @@ constexpr bool kTiled<bf16_t> = true;
 template <>
 constexpr bool kTiled<f16_t> = true;
 
-constexpr int kParts = 2;
+constexpr int kParts = 3;
+constexpr int kExact = 3, kForOutput = 2;          // limits
 constexpr int64_t kTileRow = 16, kTileDepth = 32;  // rows of a tile; bf16 elements of a row
 // f32 columns of a block of products: two tiles, two registers.
 constexpr int64_t kTileColumns = 2 * kLanes;
@@ -49,20 +51,25 @@ struct TileRows {
   bf16_t* part[kParts];
   int64_t ld;
   int parts;
-  TileRows from_row(int64_t i) const { return {{part[0] + i * ld, part[1] + i * ld}, ld, parts}; }
+  TileRows from_row(int64_t i) const {
+    return {{part[0] + i * ld, part[1] + i * ld, part[2] + i * ld}, ld, parts};
+  }
 };
 // The right operand: word [m][c] holds elements 2m and 2m + 1 of column c; rows of `ld` words.
 struct TilePairs {
   uint32_t* part[kParts];
   int64_t ld;
   int parts;
-  TilePairs from_column(int64_t c) const { return {{part[0] + c, part[1] + c}, ld, parts}; }
+  TilePairs from(int64_t m, int64_t c) const {
+    const int64_t i = m * ld + c;
+    return {{part[0] + i, part[1] + i, part[2] + i}, ld, parts};
+  }
 };
 
 // C = A * B for R tiles of rows and kTileColumns columns; depth in whole tiles.
 template <int R>
-GDN_INLINE void tile_block(const TileRows& A, const TilePairs& B, int64_t depth, float* C,
-                           int64_t ld_c) {
+GDN_INLINE void tile_block(const TileRows& A, const TilePairs& B, int64_t depth, int limit,
+                           float* C, int64_t ld_c) {
   // The compiler does not know that tile loads read memory.
   asm volatile("" ::: "memory");
   _tile_zero(0);
@@ -76,7 +83,7 @@ GDN_INLINE void tile_block(const TileRows& A, const TilePairs& B, int64_t depth,
       const bf16_t* a = A.part[i] + p;
       _tile_loadd(4, a, A.ld * sizeof(bf16_t));
       if (R == 2) _tile_loadd(5, a + kTileRow * A.ld, A.ld * sizeof(bf16_t));
-      for (int j = 0; j < B.parts && i + j < kParts; ++j) {
+      for (int j = 0; j < B.parts && i + j < limit; ++j) {
         const uint32_t* b = B.part[j] + p / 2 * B.ld;
         _tile_loadd(6, b, B.ld * sizeof(uint32_t));
         _tile_loadd(7, b + kLanes, B.ld * sizeof(uint32_t));
@@ -98,13 +105,13 @@ GDN_INLINE void tile_block(const TileRows& A, const TilePairs& B, int64_t depth,
   asm volatile("" ::: "memory");
 }
 // The same for n rows; C has rows up to the next whole tile.
-static void tile_rows(const TileRows& A, const TilePairs& B, int64_t n, int64_t depth, float* C,
-                      int64_t ld_c) {
+static void tile_rows(const TileRows& A, const TilePairs& B, int64_t n, int64_t depth, int limit,
+                      float* C, int64_t ld_c) {
   for (int64_t i = 0; i < n; i += 2 * kTileRow) {
     if (n - i > kTileRow) {
-      tile_block<2>(A.from_row(i), B, depth, C + i * ld_c, ld_c);
+      tile_block<2>(A.from_row(i), B, depth, limit, C + i * ld_c, ld_c);
     } else {
-      tile_block<1>(A.from_row(i), B, depth, C + i * ld_c, ld_c);
+      tile_block<1>(A.from_row(i), B, depth, limit, C + i * ld_c, ld_c);
     }
   }
 }
@@ -112,9 +119,11 @@ static void tile_rows(const TileRows& A, const TilePairs& B, int64_t n, int64_t 
 // A row of n floats as parts, zero up to `end`, a whole number of registers.
 static void split_row(const float* x, int64_t n, int64_t end, const TileRows& to) {
   for (int64_t i = 0; i < end; i += kLanes) {
-    const F v = i + kLanes <= n ? load(x + i) : i < n ? load_n(x + i, n - i) : zero();
-    store(to.part[0] + i, v);
-    if (to.parts == 2) store(to.part[1] + i, v - load(to.part[0] + i));
+    F v = i + kLanes <= n ? load(x + i) : i < n ? load_n(x + i, n - i) : zero();
+    for (int p = 0; p < to.parts; ++p) {
+      store(to.part[p] + i, v);
+      v = v - load(to.part[p] + i);
+    }
   }
 }
 
@@ -137,11 +146,13 @@ static void split_pairs(const float* x, const float* factor, int64_t first, int6
   };
   for (int64_t m = 0; m < rows / 2; ++m) {
     for (int64_t c = 0; c < kTileColumns; c += kLanes) {
-      const F a = row(2 * m, c), b = row(2 * m + 1, c);
-      const U32 hi = pair_up(a, b);
-      const U32 lo = pair_up(a - (F)(hi << 16), b - (F)(hi & 0xffff0000u));
-      __builtin_memcpy(to.part[0] + m * to.ld + c, &hi, sizeof hi);
-      __builtin_memcpy(to.part[1] + m * to.ld + c, &lo, sizeof lo);
+      F a = row(2 * m, c), b = row(2 * m + 1, c);
+      for (int p = 0; p < to.parts; ++p) {
+        const U32 pair = pair_up(a, b);
+        __builtin_memcpy(to.part[p] + m * to.ld + c, &pair, sizeof pair);
+        a = a - (F)(pair << 16);
+        b = b - (F)(pair & 0xffff0000u);
+      }
     }
   }
 }

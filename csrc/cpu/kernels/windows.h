@@ -11,6 +11,12 @@
 
 constexpr int64_t kSegment = 64;  // tokens whose keys and products are held at a time
 constexpr int kMaxWindow = 64;    // largest R
+// Registers of a line that the fold holds, of four lines.
+#if GDN_SIMD_AVX512 || GDN_SIMD_NEON
+constexpr int kFoldVectors = 4;
+#else
+constexpr int kFoldVectors = 2;
+#endif
 
 // The live entries; entry p counts from the newest.
 struct Entries {
@@ -71,17 +77,17 @@ static void key_dots(const T* keys, int64_t stride, const Entries& e, int64_t R,
     for (int i = 0; i < 4; ++i) {
       row[i] = keys + slot_of(e, R, p + i < e.fill ? p + i : e.fill - 1) * stride;
     }
-    F sk[4] = {zero(), zero(), zero(), zero()}, sq[4] = {zero(), zero(), zero(), zero()};
+    RowSums<4> sums = {};
     for_lanes(K, [&](int64_t i, auto lanes) {
       const F kv = load(x.k + i), qv = load(x.q + i);
-      for (int r = 0; r < 4; ++r) {
+      unrolled<4>(GDN_EACH(r) {
         const F s = load_lanes(row[r] + i, lanes);
-        sk[r] = fma(s, kv, sk[r]);
-        sq[r] = fma(s, qv, sq[r]);
-      }
+        sums.k[r] = fma(s, kv, sums.k[r]);
+        sums.q[r] = fma(s, qv, sums.q[r]);
+      });
     });
-    sum4(sk, dk + p);
-    sum4(sq, dq + p);
+    sum4(sums.k, dk + p);
+    sum4(sums.q, dq + p);
   }
 }
 
@@ -115,30 +121,38 @@ static void weigh(const float* g_ring, const Entries& e, int64_t R, float g, Wei
 
 // --- the base: products with keys and queries, and the fold
 
-// P, Q [token][ld]: old state times key and query for R rows of K contiguous elements.
+// P, Q [token][ld]: old state times key and query for R rows of K contiguous elements. `ahead`:
+// the R rows to ask for meanwhile, or null.
 template <int R, class T>
 GDN_INLINE void product_rows(const T* S, int64_t s_v, int64_t K, const KeyQuery* x, int64_t tokens,
                              float* P, float* Q, int64_t ld, const T* ahead) {
   for (int64_t j = 0; j < tokens; ++j) {
-    F sk[4] = {zero(), zero(), zero(), zero()}, sq[4] = {zero(), zero(), zero(), zero()};
+    RowSums<R> sums = {};
     const float *k = x[j].k, *q = x[j].q;
     const T* fetch = j == 0 ? ahead : nullptr;
     for_lanes(K, [&](int64_t i, auto lanes) {
       const F kv = load(k + i), qv = load(q + i);
-      for (int r = 0; r < R; ++r) {
+      unrolled<R>(GDN_EACH(r) {
         const F s = load_lanes(S + r * s_v + i, lanes);
-        sk[r] = fma(s, kv, sk[r]);
-        sq[r] = fma(s, qv, sq[r]);
-      }
-      if (fetch && i * sizeof(T) % 64 == 0) {
-        for (int r = 0; r < R; ++r) prefetch(fetch + r * s_v + i);
+        sums.k[r] = fma(s, kv, sums.k[r]);
+        sums.q[r] = fma(s, qv, sums.q[r]);
+      });
+      // In memory order, as in recurrent.h.
+      if (fetch) {
+        for (size_t line = 0; line < R * kLanes * sizeof(T); line += 64) {
+          prefetch_l2(reinterpret_cast<const char*>(fetch + R * i) + line);
+        }
       }
     });
-    float k_dot[4], q_dot[4];
-    sum4(sk, k_dot);
-    sum4(sq, q_dot);
-    std::memcpy(P + j * ld, k_dot, sizeof(float) * R);
-    std::memcpy(Q + j * ld, q_dot, sizeof(float) * R);
+    if constexpr (R == 4) {
+      sum4(sums.k, P + j * ld);
+      sum4(sums.q, Q + j * ld);
+    } else {
+      unrolled<R>(GDN_EACH(r) {
+        P[j * ld + r] = sum(sums.k[r]);
+        Q[j * ld + r] = sum(sums.q[r]);
+      });
+    }
   }
 }
 
@@ -148,36 +162,134 @@ GDN_INLINE void product_columns(const T* S, int64_t s_k, int64_t K, const KeyQue
                                 int64_t tokens, float* P, float* Q, int64_t ld, const T* ahead,
                                 Lanes lanes) {
   for (int64_t j = 0; j < tokens; ++j) {
-    F sk[J], sq[J];
-    for (int c = 0; c < J; ++c) sk[c] = sq[c] = zero();
+    ColumnSums<J> sums = {};
     const float *k = x[j].k, *q = x[j].q;
     for (int64_t i = 0; i < K; ++i) {
       const F kv = broadcast(k[i]), qv = broadcast(q[i]);
-      for (int c = 0; c < J; ++c) {
+      unrolled<J>(GDN_EACH(c) {
         const F s = load_lanes(S + i * s_k + c * kLanes, lanes);
-        sk[c] = fma(s, kv, sk[c]);
-        sq[c] = fma(s, qv, sq[c]);
-      }
+        sums.k[c] = fma(s, kv, sums.k[c]);
+        sums.q[c] = fma(s, qv, sums.q[c]);
+      });
       if (ahead && j == 0) {
         for (size_t b = 0; b < J * kLanes * sizeof(T); b += 64) {
           prefetch(reinterpret_cast<const char*>(ahead + i * s_k) + b);
         }
       }
     }
-    for (int c = 0; c < J; ++c) {
-      store_lanes(P + j * ld + c * kLanes, sk[c], lanes);
-      store_lanes(Q + j * ld + c * kLanes, sq[c], lanes);
-    }
+    unrolled<J>(GDN_EACH(c) {
+      store_lanes(P + j * ld + c * kLanes, sums.k[c], lanes);
+      store_lanes(Q + j * ld + c * kLanes, sums.q[c], lanes);
+    });
   }
 }
 
+// The entries that a head folds into its base.
+struct Fold {
+  Weights m;
+  int64_t key_row[kMaxWindow], update_row[kMaxWindow];  // of entry p in `keys` and `updates`
+  const float* keys;                                    // [slot][padded(K)]
+  float* updates;                                       // [entry][ld], times their weights
+  int64_t ld;
+};
+
+// One tile of the fold: `a` steps along the contiguous direction of the pool, `b` across N lines.
+// S[line][i] = base * S[line][i] + sum_p across[p][line] * along[p][i].
+template <int N, int J, class T, class Lanes>
+GDN_INLINE void fold_tile(T* S, int64_t stride, const Weights& m, const float* along,
+                          const int64_t* along_row, const float* across, int64_t across_p,
+                          Lanes lanes) {
+  F acc[N][J];
+  const F base = broadcast(m.base);
+  unrolled<N>(GDN_EACH(n) {
+    unrolled<J>(GDN_EACH(j) {
+      acc[n][j] = m.base == 0.f ? zero() : base * load_lanes(S + n * stride + j * kLanes, lanes);
+    });
+  });
+  for (int64_t p = 0; p < m.n; ++p) {
+    F x[J];
+    unrolled<J>(GDN_EACH(j) { x[j] = load_lanes(along + along_row[p] + j * kLanes, lanes); });
+    unrolled<N>(GDN_EACH(n) {
+      const F c = broadcast(across[p * across_p + n]);
+      unrolled<J>(GDN_EACH(j) { acc[n][j] = fma(c, x[j], acc[n][j]); });
+    });
+  }
+  unrolled<N>(GDN_EACH(n) {
+    unrolled<J>(GDN_EACH(j) { store_lanes(S + n * stride + j * kLanes, acc[n][j], lanes); });
+  });
+}
+// N lines; a tile takes a quarter or half of the registers, whatever the instruction set.
+template <int N, class T>
+GDN_INLINE void fold_lines(T* S, int64_t stride, int64_t length, const Weights& m,
+                           const float* along, const int64_t* along_row, const float* across,
+                           int64_t across_p) {
+  using Full = std::integral_constant<int, kLanes>;
+  int64_t i = 0;
+  for (; i + kFoldVectors * kLanes <= length; i += kFoldVectors * kLanes) {
+    fold_tile<N, kFoldVectors>(S + i, stride, m, along + i, along_row, across, across_p, Full());
+  }
+  for (; i + kLanes <= length; i += kLanes) {
+    fold_tile<N, 1>(S + i, stride, m, along + i, along_row, across, across_p, Full());
+  }
+  if (i < length) {
+    fold_tile<N, 1>(S + i, stride, m, along + i, along_row, across, across_p,
+                    static_cast<int>(length - i));
+  }
+}
+template <int N, class T>
+GDN_INLINE void fold_rows(T* S, int64_t s_v, int64_t r, int64_t K, const Fold& f) {
+  fold_lines<N>(S + r * s_v, s_v, K, f.m, f.keys, f.key_row, f.updates + r, f.ld);
+}
 template <class T>
-static void base_products(const StatePool& pool, const T* S, int64_t rows, int64_t K,
+static void fold_columns(T* S, int64_t s_k, int64_t rows, int64_t K, const Fold& f) {
+  float across[kMaxWindow * 4];
+  int64_t i = 0;
+  for (; i + 4 <= K; i += 4) {
+    for (int64_t p = 0; p < f.m.n; ++p) {
+      std::memcpy(across + p * 4, f.keys + f.key_row[p] + i, 4 * sizeof(float));
+    }
+    fold_lines<4>(S + i * s_k, s_k, rows, f.m, f.updates, f.update_row, across, 4);
+  }
+  for (; i < K; ++i) {
+    for (int64_t p = 0; p < f.m.n; ++p) across[p] = f.keys[f.key_row[p] + i];
+    fold_lines<1>(S + i * s_k, s_k, rows, f.m, f.updates, f.update_row, across, 1);
+  }
+}
+
+// Rows [first, first + rows) of a head. `ring` [slot][padded(K)] holds the keys, `wu`
+// [entry][padded(rows)] is scratch.
+static void prepare_fold(const Window& w, int64_t row, int64_t h, int64_t first, int64_t rows,
+                         int64_t K, const Entries& e, const float* ring, const float* g_ring,
+                         float* wu, Fold& f) {
+  weigh(g_ring, e, w.R, 0.f, f.m);
+  f.keys = ring;
+  f.updates = wu;
+  f.ld = padded(rows);
+  with_type(w.u_dtype, [&](auto* type) {
+    using U = std::remove_pointer_t<decltype(type)>;
+    const U* u = window_updates<U>(w, row, h) + first;
+    for (int64_t p = 0; p < f.m.n; ++p) {
+      f.key_row[p] = f.m.slot[p] * padded(K);
+      f.update_row[p] = p * f.ld;
+      const F weight = broadcast(f.m.w[p]);
+      for_lanes(rows, [&](int64_t i, auto lanes) {
+        store(wu + p * f.ld + i, weight * load_lanes(u + f.m.slot[p] * w.su_r + i, lanes));
+      });
+    }
+  });
+}
+
+// Folds where there is something to fold, and then, with tokens, P and Q: rows are multiplied while
+// they are in the cache. `next`: the base the thread reads after this one, or null.
+template <class T>
+static void base_products(const StatePool& pool, T* S, int64_t rows, int64_t K, const Fold* fold,
                           const KeyQuery* x, int64_t tokens, float* P, float* Q, int64_t ld,
                           const T* next) {
   if (pool.s_k == 1) {
     int64_t r = 0;
     for (; r + kRowBlock <= rows; r += kRowBlock) {
+      if (fold) fold_rows<kRowBlock>(S, pool.s_v, r, K, *fold);
+      if (tokens == 0) continue;
       const int64_t target = r + kPrefetchRows;
       const T* ahead = target < rows ? S + target * pool.s_v
                        : next        ? next + (target - rows) * pool.s_v
@@ -185,11 +297,15 @@ static void base_products(const StatePool& pool, const T* S, int64_t rows, int64
       product_rows<kRowBlock>(S + r * pool.s_v, pool.s_v, K, x, tokens, P + r, Q + r, ld, ahead);
     }
     for (; r < rows; ++r) {
+      if (fold) fold_rows<1>(S, pool.s_v, r, K, *fold);
+      if (tokens == 0) continue;
       product_rows<1>(S + r * pool.s_v, pool.s_v, K, x, tokens, P + r, Q + r, ld,
                       (const T*)nullptr);
     }
     return;
   }
+  if (fold) fold_columns(S, pool.s_k, rows, K, *fold);
+  if (tokens == 0) return;
   using Full = std::integral_constant<int, kLanes>;
   constexpr int64_t block = kColumnVectors * kLanes;
   int64_t c = 0;
@@ -204,100 +320,6 @@ static void base_products(const StatePool& pool, const T* S, int64_t rows, int64
     product_columns<1>(S + c, pool.s_k, K, x, tokens, P + c, Q + c, ld, (const T*)nullptr,
                        static_cast<int>(rows - c));
   }
-}
-
-// One tile of the fold: `a` steps along the contiguous direction of the pool, `b` across N lines.
-// S[line][i] = base * S[line][i] + sum_p across[p][line] * along[p][i].
-template <int N, int J, class T, class Lanes>
-GDN_INLINE void fold_tile(T* S, int64_t stride, const Weights& m, const float* along,
-                          const int64_t* along_row, const float* across, int64_t across_p,
-                          int64_t across_line, Lanes lanes) {
-  F acc[N][J];
-  const F base = broadcast(m.base);
-  for (int n = 0; n < N; ++n) {
-    for (int j = 0; j < J; ++j) {
-      acc[n][j] = m.base == 0.f ? zero() : base * load_lanes(S + n * stride + j * kLanes, lanes);
-    }
-  }
-  for (int64_t p = 0; p < m.n; ++p) {
-    F x[J];
-    for (int j = 0; j < J; ++j) x[j] = load_lanes(along + along_row[p] + j * kLanes, lanes);
-    for (int n = 0; n < N; ++n) {
-      const F c = broadcast(across[p * across_p + n * across_line]);
-      for (int j = 0; j < J; ++j) acc[n][j] = fma(c, x[j], acc[n][j]);
-    }
-  }
-  for (int n = 0; n < N; ++n) {
-    for (int j = 0; j < J; ++j) store_lanes(S + n * stride + j * kLanes, acc[n][j], lanes);
-  }
-}
-template <int N, class T>
-GDN_INLINE void fold_lines(T* S, int64_t stride, int64_t length, const Weights& m,
-                           const float* along, const int64_t* along_row, const float* across,
-                           int64_t across_p, int64_t across_line) {
-  using Full = std::integral_constant<int, kLanes>;
-  int64_t i = 0;
-  for (; i + 2 * kLanes <= length; i += 2 * kLanes) {
-    fold_tile<N, 2>(S + i, stride, m, along + i, along_row, across, across_p, across_line, Full());
-  }
-  for (; i + kLanes <= length; i += kLanes) {
-    fold_tile<N, 1>(S + i, stride, m, along + i, along_row, across, across_p, across_line, Full());
-  }
-  if (i < length) {
-    fold_tile<N, 1>(S + i, stride, m, along + i, along_row, across, across_p, across_line,
-                    static_cast<int>(length - i));
-  }
-}
-
-// Adds every live entry to rows [first, first + rows) of a head's base. `ring` [slot][padded(K)]
-// holds the keys, `wu` [entry][padded(rows)] is scratch.
-static void fold_head(const StatePool& pool, const Window& w, int64_t row, int64_t h, int64_t first,
-                      int64_t rows, int64_t K, const Entries& e, const float* ring,
-                      const float* g_ring, float* wu) {
-  Weights m;
-  weigh(g_ring, e, w.R, 0.f, m);
-  const int64_t ld = padded(rows), Kp = padded(K);
-  with_type(w.u_dtype, [&](auto* type) {
-    using U = std::remove_pointer_t<decltype(type)>;
-    const U* u = window_updates<U>(w, row, h) + first;
-    for (int64_t p = 0; p < m.n; ++p) {
-      const F weight = broadcast(m.w[p]);
-      for_lanes(rows, [&](int64_t i, auto lanes) {
-        store(wu + p * ld + i, weight * load_lanes(u + m.slot[p] * w.su_r + i, lanes));
-      });
-    }
-  });
-  int64_t key_row[kMaxWindow], update_row[kMaxWindow];
-  float keys_across[kMaxWindow * 4];
-  for (int64_t p = 0; p < m.n; ++p) {
-    key_row[p] = m.slot[p] * Kp;
-    update_row[p] = p * ld;
-  }
-  with_type(pool.dtype, [&](auto* type) {
-    using T = std::remove_pointer_t<decltype(type)>;
-    T* S = head_of<T>(pool, row, h) + first * pool.s_v;
-    if (pool.s_k == 1) {
-      int64_t r = 0;
-      for (; r + 4 <= rows; r += 4) {
-        fold_lines<4>(S + r * pool.s_v, pool.s_v, K, m, ring, key_row, wu + r, ld, 1);
-      }
-      for (; r < rows; ++r) {
-        fold_lines<1>(S + r * pool.s_v, pool.s_v, K, m, ring, key_row, wu + r, ld, 1);
-      }
-    } else {
-      int64_t i = 0;
-      for (; i + 4 <= K; i += 4) {
-        for (int64_t p = 0; p < m.n; ++p) {
-          std::memcpy(keys_across + p * 4, ring + key_row[p] + i, 4 * sizeof(float));
-        }
-        fold_lines<4>(S + i * pool.s_k, pool.s_k, rows, m, wu, update_row, keys_across, 4, 1);
-      }
-      for (; i < K; ++i) {
-        for (int64_t p = 0; p < m.n; ++p) keys_across[p] = ring[key_row[p] + i];
-        fold_lines<1>(S + i * pool.s_k, pool.s_k, rows, m, wu, update_row, keys_across, 1, 1);
-      }
-    }
-  });
 }
 
 // --- one token of one value head
@@ -317,30 +339,30 @@ GDN_INLINE void mix_rows(const U* u, int64_t s_r, const WindowToken& x, int64_t 
   const Weights& m = *x.weights;
   F p[J], q[J];
   const F base = broadcast(m.base);
-  for (int j = 0; j < J; ++j) {
-    const bool keep = x.P && m.base != 0.f;
+  const bool keep = x.P && m.base != 0.f;
+  unrolled<J>(GDN_EACH(j) {
     p[j] = keep ? base * load_lanes(x.P + r + j * kLanes, lanes) : zero();
     q[j] = keep ? base * load_lanes(x.Q + r + j * kLanes, lanes) : zero();
-  }
+  });
   for (int64_t i = 0; i < m.n; ++i) {
     const U* row = u + m.slot[i] * s_r + r;
     const F c = broadcast(x.c[i]), d = broadcast(x.d[i]);
-    for (int j = 0; j < J; ++j) {
+    unrolled<J>(GDN_EACH(j) {
       const F s = load_lanes(row + j * kLanes, lanes);
       p[j] = fma(c, s, p[j]);
       q[j] = fma(d, s, q[j]);
-    }
+    });
     if (next) {
       const char* line = reinterpret_cast<const char*>(next + m.slot[i] * s_r + r);
       for (size_t b = 0; b < J * kLanes * sizeof(U); b += 64) prefetch(line + b);
     }
   }
   const F beta = broadcast(x.beta), kq = broadcast(x.kq), scale = broadcast(x.scale);
-  for (int j = 0; j < J; ++j) {
+  unrolled<J>(GDN_EACH(j) {
     const F e = beta * (load_lanes(x.v + r + j * kLanes, lanes) - p[j]);
     store_lanes(o + r + j * kLanes, scale * fma(kq, e, q[j]), lanes);
     store_lanes(fresh_u + r + j * kLanes, e, lanes);
-  }
+  });
 }
 // `u`: the head's window from the first row of the block on; the entry goes to `slot`.
 template <class U>
@@ -370,6 +392,7 @@ struct WindowTask {
 struct WindowScratch {
   KeyQuery* kq;     // [tokens]
   float* ring;      // [R][padded(K)]
+  float* folded;    // the same, of the entries that are folded
   float *dk, *dq;   // [tokens][kMaxWindow]
   float *P, *Q;     // [tokens][kMaxRow]
   float* g;         // [ratio][kMaxWindow]
@@ -379,7 +402,7 @@ struct WindowScratch {
 
   WindowScratch(int64_t tokens, int64_t R, int64_t K, int64_t ratio, bool base) {
     const size_t floats = R * padded(K) + 2 * tokens * kMaxWindow + ratio * kMaxWindow +
-                          (base ? 2 * tokens * kMaxRow + R * kMaxRow : 0);
+                          (base ? 2 * tokens * kMaxRow + R * (kMaxRow + padded(K)) : 0);
     const size_t bytes =
         sizeof(KeyQuery) * tokens + sizeof(float) * floats + sizeof(Entries) * tokens;
     memory = std::aligned_alloc(64, (bytes + 63) / 64 * 64);
@@ -398,6 +421,7 @@ struct WindowScratch {
     P = base ? take(tokens * kMaxRow) : nullptr;
     Q = base ? take(tokens * kMaxRow) : nullptr;
     wu = base ? take(R * kMaxRow) : nullptr;
+    folded = base ? take(R * padded(K)) : nullptr;
   }
   WindowScratch(const WindowScratch&) = delete;
   WindowScratch& operator=(const WindowScratch&) = delete;
@@ -430,21 +454,57 @@ static void store_key(const Window& w, int64_t row, int64_t hk, int64_t slot, in
   });
 }
 
+// What a thread will read after the task at hand: nothing else hides the latency of keys, which one
+// loop reads at once.
+struct WindowAhead {
+  const void* state = nullptr;  // base of the first head, or null
+  const char* keys = nullptr;
+  int64_t key_bytes = 0, stride = 0, R = 0;
+  Entries entries;
+
+  WindowAhead() = default;
+  WindowAhead(const RecurrentArgs& a, const WindowTask& x) {
+    const Sequence seq = sequence_of(a.seqs, x.n, 0);
+    if (seq.row < 0) return;
+    auto size = [](DType d) { return d == DType::f32 ? 4 : 2; };
+    if (a.state.ptr) {
+      state = static_cast<const char*>(a.state.ptr) +
+              (seq.row * a.state.s_p + x.h0 * a.state.s_h + x.first * a.state.s_v) *
+                  size(a.state.dtype);
+    }
+    const int64_t item = size(a.window.k_dtype);
+    keys = static_cast<const char*>(a.window.k) +
+           (seq.row * a.window.sk_p + x.hk * a.window.sk_h) * item;
+    key_bytes = a.K * item;
+    stride = a.window.sk_r * item;
+    R = a.window.R;
+    entries = live_entries(a.window, seq, a.seqs.num_accepted.ptr != nullptr);
+  }
+  // Share `part` of `parts`.
+  void prefetch_keys(int64_t part, int64_t parts) const {
+    const int64_t n = entries.fill;
+    for (int64_t p = n * part / parts; p < n * (part + 1) / parts; ++p) {
+      const char* row = keys + slot_of(entries, R, p) * stride;
+      for (int64_t b = 0; b < key_bytes; b += 64) prefetch_l2(row + b);
+    }
+  }
+};
+
 // Tokens supplies a task's inputs and takes its outputs:
 //   const KeyQuery* keys(t, n, hk, KeyQuery* scratch)   n tokens from t on
 //   const float* value(t, h, first, rows)               valid until the next call
 //   RawGates gates(t, h)
 //   void output(t, h, first, rows, const float* o)
 // `last`: no other task reads the keys and gates of this one, so they may be written now.
-// `next_state`: the head whose base the thread reads after the task's last, or null.
+// `next`: what the thread reads after this task.
 template <class Tokens>
 static void window_task(const RecurrentArgs& a, const Sequence& seq, const WindowTask& x,
-                        Tokens& tokens, WindowScratch& s, bool last, const void* next_state) {
+                        Tokens& tokens, WindowScratch& s, bool last, const WindowAhead& next) {
   const Window& w = a.window;
   const int64_t T = seq.end - seq.start, R = w.R, K = a.K, Kp = padded(K);
   Entries start = live_entries(w, seq, a.seqs.num_accepted.ptr != nullptr);
   const bool fold = folds(a, start, T), ring = T > 1 || fold;
-  if (ring) load_ring(w, seq.row, x.hk, start, K, s.ring);
+  if (ring) load_ring(w, seq.row, x.hk, start, K, fold ? s.folded : s.ring);
   for (int64_t h = x.h0; h < x.h1; ++h) {
     const float* g = window_gates(w, seq.row, h);
     float* g_ring = s.g + (h - x.h0) * kMaxWindow;
@@ -452,10 +512,8 @@ static void window_task(const RecurrentArgs& a, const Sequence& seq, const Windo
       const int64_t slot = slot_of(start, R, p);
       g_ring[slot] = g[slot * w.sg_r];
     }
-    if (fold) {
-      fold_head(a.state, w, seq.row, h, x.first, x.rows, K, start, s.ring, g_ring, s.wu);
-    }
   }
+  const Entries folded = start;
   if (fold) start = {};
 
   float o[kMaxRow], c[kMaxWindow], d[kMaxWindow];
@@ -483,15 +541,22 @@ static void window_task(const RecurrentArgs& a, const Sequence& seq, const Windo
     }
     for (int64_t h = x.h0; h < x.h1; ++h) {
       const bool base = a.state.ptr && !seq.fresh;
+      float* g_ring = s.g + (h - x.h0) * kMaxWindow;
       if (base) {
+        // A call that folds has no more tokens than the window entries: this is its only segment.
+        Fold f;
+        if (fold) {
+          prepare_fold(w, seq.row, h, x.first, x.rows, K, folded, s.folded, g_ring, s.wu, f);
+        }
         with_type(a.state.dtype, [&](auto* type) {
           using D = std::remove_pointer_t<decltype(type)>;
-          const D* S = head_of<D>(a.state, seq.row, h) + x.first * a.state.s_v;
-          const D* next = h + 1 < x.h1 ? S + a.state.s_h : static_cast<const D*>(next_state);
-          base_products(a.state, S, x.rows, K, kq, count, s.P, s.Q, kMaxRow, next);
+          D* S = head_of<D>(a.state, seq.row, h) + x.first * a.state.s_v;
+          const D* ahead = h + 1 < x.h1 ? S + a.state.s_h : static_cast<const D*>(next.state);
+          base_products(a.state, S, x.rows, K, fold ? &f : nullptr, kq, count, s.P, s.Q, kMaxRow,
+                        ahead);
         });
       }
-      float* g_ring = s.g + (h - x.h0) * kMaxWindow;
+      next.prefetch_keys(h - x.h0, x.h1 - x.h0);
       for (int64_t j = 0; j < count; ++j) {
         const int64_t t = t0 + j;
         const RawGates gates = tokens.gates(t, h);
@@ -628,15 +693,6 @@ struct TensorTokens {
   }
 };
 
-static const void* base_of(const RecurrentArgs& a, const WindowTask& x) {
-  if (!a.state.ptr) return nullptr;
-  const Sequence seq = sequence_of(a.seqs, x.n, 0);
-  if (seq.row < 0) return nullptr;
-  const int64_t item = a.state.dtype == DType::f32 ? 4 : 2;
-  return static_cast<const char*>(a.state.ptr) +
-         (seq.row * a.state.s_p + x.h0 * a.state.s_h + x.first * a.state.s_v) * item;
-}
-
 // recurrent_buffered and recurrent_lowrank.
 static void recurrent_window(const RecurrentArgs& a, const Parallel& parallel) {
   const WindowPieces pieces(a, parallel.threads);
@@ -655,7 +711,8 @@ static void recurrent_window(const RecurrentArgs& a, const Parallel& parallel) {
           for (int64_t h = x.h0; h < x.h1; ++h) tokens.output(t, h, x.first, x.rows, zeros);
         }
       } else if (seq.end > seq.start) {
-        const void* next = i + 1 < end ? base_of(a, pieces.task(a, i + 1)) : nullptr;
+        const WindowAhead next =
+            i + 1 < end ? WindowAhead(a, pieces.task(a, i + 1)) : WindowAhead();
         window_task(a, seq, x, tokens, scratch, pieces.whole, next);
       }
     }
@@ -686,13 +743,19 @@ static void window_flush(const RecurrentArgs& a, const Parallel& parallel) {
       if (seq.row < 0) continue;
       const Entries e = live_entries(w, seq, false);
       if (e.fill == 0) continue;
-      load_ring(w, seq.row, hk, e, a.K, s.ring);
+      load_ring(w, seq.row, hk, e, a.K, s.folded);
       const float* g = window_gates(w, seq.row, h);
       for (int64_t p = 0; p < e.fill; ++p) {
         const int64_t slot = slot_of(e, w.R, p);
         s.g[slot] = g[slot * w.sg_r];
       }
-      fold_head(a.state, w, seq.row, h, 0, a.V, a.K, e, s.ring, s.g, s.wu);
+      Fold f;
+      prepare_fold(w, seq.row, h, 0, a.V, a.K, e, s.folded, s.g, s.wu, f);
+      with_type(a.state.dtype, [&](auto* type) {
+        using D = std::remove_pointer_t<decltype(type)>;
+        D* S = head_of<D>(a.state, seq.row, h);
+        base_products<D>(a.state, S, a.V, a.K, &f, nullptr, 0, nullptr, nullptr, 0, nullptr);
+      });
     }
   };
   parallel_for(parallel, a.seqs.N * a.HV, body);
@@ -771,7 +834,8 @@ static void decode_window(const DecodeArgs& a, const Parallel& parallel) {
         if (!alive(seq, key)) continue;
         head.inputs(conv_sequence(a, x.n), x.hk, taps, buffers.kq, buffers.v);
         DecodedTokens tokens{r, seq, x.h0, buffers.kq, buffers.v, buffers.o};
-        const void* next = key + 1 < end ? base_of(r, pieces.task(r, key + 1)) : nullptr;
+        const WindowAhead next =
+            key + 1 < end ? WindowAhead(r, pieces.task(r, key + 1)) : WindowAhead();
         window_task(r, seq, x, tokens, scratch, true, next);
         norm(seq, x.hk, buffers.o, weight);
       }
@@ -807,7 +871,7 @@ static void decode_window(const DecodeArgs& a, const Parallel& parallel) {
       const Sequence seq = sequence_of(r.seqs, x.n, 0);
       if (seq.row < 0 || seq.end <= seq.start) continue;
       DecodedTokens tokens = tokens_of(seq, i / pieces.count);
-      window_task(r, seq, x, tokens, scratch, false, nullptr);
+      window_task(r, seq, x, tokens, scratch, false, WindowAhead());
     }
   };
   parallel_for(parallel, keys * pieces.count, middle);
