@@ -16,6 +16,8 @@ if not hasattr(pytest.importorskip("torch.distributed.fsdp"), "fully_shard"):
 
 import distributed_checks
 
+from gdn_ops import distributed
+
 LIMIT_S = 300
 CASES = [(world, name) for world in (2, 4) for name in distributed_checks.checks(world)]
 
@@ -51,6 +53,23 @@ def errors(request, tmp_path_factory):
 def test_as_one_process(errors, world, name):
     failed = {rank: found[name] for rank, found in enumerate(errors(world)) if name in found}
     assert not failed, "\n".join(f"rank {rank}: {text}" for rank, text in failed.items())
+
+
+def test_every_op_and_argument_has_a_rule():
+    """A new op or argument must say how it shards, or be numbered over the whole batch."""
+    schemas = {
+        s.name.split("::")[1]: s
+        for s in torch._C._jit_get_all_schemas()
+        if s.name.startswith("gdn::") and any("Tensor" in str(a.type) for a in s.arguments)
+    }
+    del schemas["sweep"]  # of the benchmarks
+    assert set(schemas) == set(distributed._RULES)
+    for op, schema in schemas.items():
+        rule = distributed._RULES[op]
+        assert len(schema.returns) == len(rule.outputs), op
+        for argument in schema.arguments:
+            if "Tensor" in str(argument.type):
+                assert argument.name in (*rule.inputs, *distributed._NUMBERED), (op, argument.name)
 
 
 def test_importing_the_package_loads_none_of_it():
