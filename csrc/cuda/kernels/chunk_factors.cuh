@@ -8,6 +8,8 @@
 // the next product as it lies in registers.
 #pragma once
 
+#include <type_traits>
+
 #include "chunk_plan.cuh"
 
 namespace gdn {
@@ -43,6 +45,22 @@ __device__ __forceinline__ void scan64(float& low, float& high, int lane) {
   high += __shfl_sync(kFullMask, low, 31);
 }
 
+// body(integral_constant of this warp): its share of the triangle is then known to the compiler,
+// and tiles need no branches.
+template <class Body>
+__device__ __forceinline__ void by_warp(int warp, Body&& body) {
+  switch (warp) {
+    case 0:
+      return body(std::integral_constant<int, 0>());
+    case 1:
+      return body(std::integral_constant<int, 1>());
+    case 2:
+      return body(std::integral_constant<int, 2>());
+    default:
+      return body(std::integral_constant<int, 3>());
+  }
+}
+
 template <int K, int MIN_BLOCKS>
 __global__ void __launch_bounds__(128, MIN_BLOCKS)
     chunk_factors(const __grid_constant__ ChunkArgs a, const __grid_constant__ ChunkLayout layout) {
@@ -61,8 +79,8 @@ __global__ void __launch_bounds__(128, MIN_BLOCKS)
   const int64_t slot = blockIdx.x, hk = blockIdx.y;
   const int ratio = layout.ratio.divisor;
 
+  // The next kernel is not let in early: its blocks would take the place of this one's.
   wait_for_previous_kernel();
-  let_next_kernel_start();
   const OwnedChunk own = chunk_of_slot(a, layout, slot);
   if (own.tokens == 0) return;
   copy_rows<K / 8>(shared_address(keys),
@@ -84,8 +102,8 @@ __global__ void __launch_bounds__(128, MIN_BLOCKS)
 #pragma unroll
     for (int e = 0; e < 2; e++) {
       const int i = lane + 32 * e;
-      float x, beta;
-      compute_gates(a.gates, raw[e], &x, &beta);
+      const float x = bits_to_float(raw[e].g, a.gates.g.dtype);
+      const float beta = bits_to_float(raw[e].beta, a.gates.beta.dtype);
       sums[e] = i >= own.tokens ? 0.f : kLog2e * (x < kLeastLogDecay ? kLeastLogDecay : x);
       gates[(h * 3 + 2) * kChunk + i] = i >= own.tokens ? 0.f : beta;
     }
@@ -130,9 +148,10 @@ __global__ void __launch_bounds__(128, MIN_BLOCKS)
 
   // Rows 16 warp ... of k k^T and q k^T, up to the diagonal.
   float kk[8][4] = {}, qk[8][4] = {};
-  {
+  by_warp(warp, [&](auto own_warp) {
+    constexpr int W = decltype(own_warp)::value;
     const uint32_t base = shared_address(keys);
-    const int left = 16 * warp + (lane & 15), right = ((lane >> 4) << 3) + (lane & 7);
+    const int left = 16 * W + (lane & 15), right = ((lane >> 4) << 3) + (lane & 7);
 #pragma unroll
     for (int s = 0; s < K / 16; s++) {
       const uint32_t panel = base + (s >> 2) * kPanelBytes;
@@ -141,8 +160,7 @@ __global__ void __launch_bounds__(128, MIN_BLOCKS)
       load_matrices(ak, panel + panel_offset(left, piece + (lane >> 4)));
       load_matrices(aq, panel + Shared::kKeys / 2 + panel_offset(left, piece + (lane >> 4)));
 #pragma unroll
-      for (int p = 0; p < 4; p++) {
-        if (p > warp) continue;
+      for (int p = 0; p <= W; p++) {
         uint32_t b[4];
         load_matrices(b, panel + panel_offset(16 * p + right, piece + ((lane >> 3) & 1)));
         multiply(kk[2 * p], ak, b[0], b[1]);
@@ -151,18 +169,22 @@ __global__ void __launch_bounds__(128, MIN_BLOCKS)
         multiply(qk[2 * p + 1], aq, b[2], b[3]);
       }
     }
-  }
+  });
   __syncthreads();  // the panels of k and q are free; rk and rq are there
+  by_warp(warp, [&](auto own_warp) {
+    constexpr int W = decltype(own_warp)::value;
 #pragma unroll
-  for (int p = 0; p < 8; p++) {
-    if (p > 2 * warp + 1) continue;
+    for (int p = 0; p < 2 * W + 2; p++) {
+      const float2 key = *reinterpret_cast<const float2*>(rk + 8 * p + 2 * t);
 #pragma unroll
-    for (int e = 0; e < 4; e++) {
-      const int i = 16 * warp + g + (e >> 1) * 8, j = 8 * p + 2 * t + (e & 1);
-      kk[p][e] = j < i ? kk[p][e] * rk[i] * rk[j] : 0.f;
-      qk[p][e] = j <= i ? qk[p][e] * a.scale * rq[i] * rk[j] : 0.f;
+      for (int e = 0; e < 4; e++) {
+        const int i = 16 * W + g + (e >> 1) * 8, j = 8 * p + 2 * t + (e & 1);
+        const float scale = e & 1 ? key.y : key.x;
+        kk[p][e] = p < 2 * W || j < i ? kk[p][e] * (rk[i] * scale) : 0.f;
+        qk[p][e] = p < 2 * W || j <= i ? qk[p][e] * (a.scale * rq[i] * scale) : 0.f;
+      }
     }
-  }
+  });
   unsigned char* const out = layout.factors + (slot * a.HV + hk * ratio) * kFactorBytes;
   for (int x = threadIdx.x; x < ratio * kChunk; x += 128) {
     const int h = x / kChunk, i = x % kChunk;
@@ -181,28 +203,45 @@ __global__ void __launch_bounds__(128, MIN_BLOCKS)
     const float* const beta = sums + 2 * kChunk;
     float* const A = triangles + (h & 1) * kTriangle;
     // Rows 16 warp ... of A and of the mixing panel.
+    by_warp(warp, [&](auto own_warp) {
+      constexpr int W = decltype(own_warp)::value;
+      float sum_i[2], beta_i[2];
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-      const int i = 16 * warp + g + half * 8;
-      const float sum_i = sums[i], beta_i = beta[i];
+      for (int half = 0; half < 2; half++) {
+        sum_i[half] = sums[16 * W + g + half * 8];
+        beta_i[half] = beta[16 * W + g + half * 8];
+      }
 #pragma unroll
       for (int p = 0; p < 8; p++) {
+        if (p > 2 * W + 1 && h > 0) continue;
         const int j = 8 * p + 2 * t;
-        uint32_t* const m = reinterpret_cast<uint32_t*>(mixing + panel_offset(i, p) + 4 * t);
-        if (p > 2 * warp + 1) {
-          if (h == 0) *m = 0;
-          continue;
-        }
         const float2 sum_j = *reinterpret_cast<const float2*>(sums + j);
-        // Above the diagonal the products are zero; the bound keeps the decay from overflowing.
-        const float d0 = exp2_flushed(fminf(sum_i - sum_j.x, 0.f));
-        const float d1 = exp2_flushed(fminf(sum_i - sum_j.y, 0.f));
-        *m = pack_bf16(d0 * qk[p][half * 2], d1 * qk[p][half * 2 + 1]);
-        float2 x = make_float2(beta_i * d0 * kk[p][half * 2], beta_i * d1 * kk[p][half * 2 + 1]);
-        if (p < 2 * warp) x = make_float2(round_tf32(x.x), round_tf32(x.y));
-        *reinterpret_cast<float2*>(A + i * kTrianglePitch + j) = x;
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+          const int i = 16 * W + g + half * 8;
+          uint32_t m = 0;
+          if (p <= 2 * W + 1) {
+            float d0 = sum_i[half] - sum_j.x, d1 = sum_i[half] - sum_j.y;
+            if (p >= 2 * W) {
+              // Above the diagonal the products are zero; the bound keeps decays from overflowing.
+              d0 = fminf(d0, 0.f);
+              d1 = fminf(d1, 0.f);
+            }
+            d0 = exp2_flushed(d0);
+            d1 = exp2_flushed(d1);
+            m = pack_bf16(d0 * qk[p][half * 2], d1 * qk[p][half * 2 + 1]);
+            float x0 = beta_i[half] * d0 * kk[p][half * 2];
+            float x1 = beta_i[half] * d1 * kk[p][half * 2 + 1];
+            if (p < 2 * W) {
+              x0 = nearest_tf32(x0);
+              x1 = nearest_tf32(x1);
+            }
+            *reinterpret_cast<float2*>(A + i * kTrianglePitch + j) = make_float2(x0, x1);
+          }
+          *reinterpret_cast<uint32_t*>(mixing + panel_offset(i, p) + 4 * t) = m;
+        }
       }
-    }
+    });
     __syncwarp();
     // The diagonal block, inverted in place: a lane holds a column.
     {
@@ -229,73 +268,68 @@ __global__ void __launch_bounds__(128, MIN_BLOCKS)
     }
     __syncthreads();
     // Blocks below it, transposed: column j of blocks belongs to warp j.
-    float x[4][2][4];  // [block row][half of its 16 rows]
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      if (i < warp) continue;
-      const float* const row = A + (16 * i + g) * kTrianglePitch + 2 * t;
-      const auto block = [&](int k, int s, int half) {
-        return *reinterpret_cast<const float2*>(row + 8 * half * kTrianglePitch + 16 * k + 8 * s);
+    by_warp(warp, [&](auto own_warp) {
+      constexpr int W = decltype(own_warp)::value;
+      float x[4][2][4];  // [block row][half of its 16 rows]
+      const float* const from = A + g * kTrianglePitch + 2 * t;
+      const auto block = [&](int i, int half, int k, int s) {
+        return *reinterpret_cast<const float2*>(from + (16 * i + 8 * half) * kTrianglePitch +
+                                                16 * k + 8 * s);
       };
-      if (i == warp) {
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-#pragma unroll
-          for (int e = 0; e < 4; e++) {
-            x[i][half][e] = A[(16 * i + 8 * half + 2 * t + (e & 1)) * kTrianglePitch + 16 * i + g +
-                              (e >> 1) * 8];
-          }
-        }
-        continue;
-      }
-      float sum[2][4] = {};
-#pragma unroll
-      for (int k = 0; k < i; k++) {
-        if (k < warp) continue;
-#pragma unroll
-        for (int s = 0; s < 2; s++) {
-#pragma unroll
-          for (int half = 0; half < 2; half++) multiply_tf32(sum[half], x[k][s], block(k, s, half));
-        }
-      }
 #pragma unroll
       for (int half = 0; half < 2; half++) {
 #pragma unroll
         for (int e = 0; e < 4; e++) {
-          sum[half][e] = round_tf32(-sum[half][e]);
-          x[i][half][e] = 0.f;
+          x[W][half][e] =
+              A[(16 * W + 8 * half + 2 * t + (e & 1)) * kTrianglePitch + 16 * W + g + (e >> 1) * 8];
         }
       }
 #pragma unroll
-      for (int s = 0; s < 2; s++) {
+      for (int i = W + 1; i < 4; i++) {
+        float sum[2][4] = {};
 #pragma unroll
-        for (int half = 0; half < 2; half++) multiply_tf32(x[i][half], sum[s], block(i, s, half));
+        for (int k = W; k < i; k++) {
+#pragma unroll
+          for (int s = 0; s < 2; s++) {
+            const float left[4] = {nearest_tf32(x[k][s][0]), nearest_tf32(x[k][s][1]),
+                                   nearest_tf32(x[k][s][2]), nearest_tf32(x[k][s][3])};
+#pragma unroll
+            for (int half = 0; half < 2; half++)
+              multiply_tf32(sum[half], left, block(i, half, k, s));
+          }
+        }
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+#pragma unroll
+          for (int e = 0; e < 4; e++) x[i][half][e] = 0.f;
+        }
+#pragma unroll
+        for (int s = 0; s < 2; s++) {
+          const float left[4] = {nearest_tf32(-sum[s][0]), nearest_tf32(-sum[s][1]),
+                                 nearest_tf32(-sum[s][2]), nearest_tf32(-sum[s][3])};
+#pragma unroll
+          for (int half = 0; half < 2; half++)
+            multiply_tf32(x[i][half], left, block(i, half, i, s));
+        }
       }
-#pragma unroll
-      for (int half = 0; half < 2; half++) {
-#pragma unroll
-        for (int e = 0; e < 4; e++) x[i][half][e] = round_tf32(x[i][half][e]);
-      }
-    }
-    {
-      const int j = 16 * warp + g;
+      const int j = 16 * W + g;
       const float b0 = beta[j], b1 = beta[j + 8];
 #pragma unroll
       for (int i = 0; i < 4; i++) {
+        if (i < W && h > 0) continue;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
           const int at = panel_offset(j, 2 * i + half) + 4 * t;  // row j + 8 lies 1024 bytes on
-          uint32_t* const upper = reinterpret_cast<uint32_t*>(inverse + at);
-          uint32_t* const lower = reinterpret_cast<uint32_t*>(inverse + at + 1024);
-          if (i < warp) {
-            if (h == 0) *upper = *lower = 0;
-            continue;
+          uint32_t upper = 0, lower = 0;
+          if (i >= W) {
+            upper = pack_bf16(b0 * x[i][half][0], b0 * x[i][half][1]);
+            lower = pack_bf16(b1 * x[i][half][2], b1 * x[i][half][3]);
           }
-          *upper = pack_bf16(b0 * x[i][half][0], b0 * x[i][half][1]);
-          *lower = pack_bf16(b1 * x[i][half][2], b1 * x[i][half][3]);
+          *reinterpret_cast<uint32_t*>(inverse + at) = upper;
+          *reinterpret_cast<uint32_t*>(inverse + at + 1024) = lower;
         }
       }
-    }
+    });
     // A warp takes out the rows that it wrote.
     __syncwarp();
     const int mine = warp * 2048 + lane * 16;

@@ -19,7 +19,7 @@ cudaError_t allow_shared(void (*kernel)(P...), int bytes) {
 template <int K, Scan KIND, bool LOWRANK = false>
 cudaError_t launch_scan(const ChunkArgs& a, ChunkLayout x, cudaStream_t stream) {
   const auto kernel = chunk_scan<K, KIND, LOWRANK>;
-  const int shared = ScanShared<K>::template bytes<KIND>();
+  const int shared = ScanShared<K>::template bytes<KIND, LOWRANK>();
   cudaError_t error = allow_shared(kernel, shared);
   for (; error == cudaSuccess && x.first < a.seqs.N; x.first += kMaxGridY) {
     const int64_t count = a.seqs.N - x.first < kMaxGridY ? a.seqs.N - x.first : kMaxGridY;
@@ -31,8 +31,7 @@ cudaError_t launch_scan(const ChunkArgs& a, ChunkLayout x, cudaStream_t stream) 
 }
 
 inline bool plain(const StatePool& s) {
-  return !s.ptr || (s.dtype == DType::f32 && s.s_k == 1 && aligned(s.ptr, 8) && s.s_p % 2 == 0 &&
-                    s.s_h % 2 == 0 && s.s_v % 2 == 0);
+  return !s.ptr || (s.dtype == DType::f32 && vector_state(s));
 }
 
 template <int K, int MIN_BLOCKS>
@@ -47,7 +46,7 @@ cudaError_t launch_factors(const ChunkArgs& a, const ChunkLayout& x, cudaStream_
 
 template <int K>
 cudaError_t launch_chunk(const ChunkArgs& a, const ChunkLayout& x, cudaStream_t stream) {
-  const cudaError_t error = launch_factors<K, 4>(a, x, stream);
+  const cudaError_t error = launch_factors<K, 3>(a, x, stream);
   if (error != cudaSuccess) return error;
   const int64_t blocks = a.seqs.N * a.HV * (a.V / kScanRows), processors = multiprocessors();
   // A sequence of one chunk has nothing to fetch ahead.

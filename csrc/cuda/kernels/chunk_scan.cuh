@@ -40,10 +40,12 @@ struct ScanShared {
   static constexpr int kVectors = kFactors + 2 * kPanelBytes;
   static constexpr int kStage = kVectors + 1024;  // panels start at multiples of 1024
   static_assert(kFactorVectors * 4 <= 1024, "the vectors fit");
-  // With helpers the outputs have two panels of their own.
-  template <Scan KIND>
+  // With helpers the outputs have two panels of their own; among others the state passes through
+  // shared memory, 64 rows of K floats.
+  template <Scan KIND, bool LOWRANK>
   static constexpr int bytes() {
-    return ScanShape<KIND>::kStages * kStage + (ScanShape<KIND>::kHelpers ? 2 * kPanelBytes : 0);
+    return ScanShape<KIND>::kStages * kStage + (ScanShape<KIND>::kHelpers ? 2 * kPanelBytes : 0) +
+           (KIND == Scan::among && !LOWRANK ? kScanRows * K * 4 : 0);
   }
 };
 
@@ -88,6 +90,65 @@ struct ScanState {
                    at + (8 * p + (e & 1)) * pool.s_k + 8 * (e >> 1) * pool.s_v, s[p][e]);
         }
       }
+    }
+  }
+};
+
+// The same through shared memory, for blocks among many: what a lane holds is eight bytes here and
+// there, and a request of eight lines an eighth each keeps the second-level cache busier than one
+// of four whole lines. `rows`: those of the warp, K floats each, 16-byte pieces in the order of
+// (piece xor 2 (row mod 4)), so that half a warp meets all banks.
+template <int K>
+struct StagedRows {
+  static __device__ __forceinline__ int offset(int row, int piece) {
+    return row * K * 4 + ((piece ^ ((row & 3) << 1)) << 4);
+  }
+  // `from`: row 0 of the warp's rows.
+  static __device__ __forceinline__ void ask(uint32_t rows, const float* from, int64_t pitch,
+                                             int lane) {
+    constexpr int PIECES = K / 4, AT_ONCE = 32 / PIECES;
+    static_assert(PIECES <= 32, "a row in one request");
+    const int piece = lane % PIECES, first = lane / PIECES;
+#pragma unroll
+    for (int i = 0; i < 16 / AT_ONCE; i++) {
+      const int row = first + i * AT_ONCE;
+      copy_async(rows + offset(row, piece), from + row * pitch + piece * 4, true);
+    }
+  }
+  static __device__ __forceinline__ void read(float (&s)[K / 8][4], const unsigned char* rows,
+                                              int lane) {
+    const int g = lane >> 2, t = lane & 3;
+#pragma unroll
+    for (int p = 0; p < K / 8; p++) {
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const float2 x = *reinterpret_cast<const float2*>(
+            rows + offset(g + 8 * half, 2 * p + (t >> 1)) + 8 * (t & 1));
+        s[p][2 * half] = x.x;
+        s[p][2 * half + 1] = x.y;
+      }
+    }
+  }
+  static __device__ __forceinline__ void write(const float (&s)[K / 8][4], unsigned char* rows,
+                                               float* to, int64_t pitch, int lane) {
+    const int g = lane >> 2, t = lane & 3;
+    __syncwarp();
+#pragma unroll
+    for (int p = 0; p < K / 8; p++) {
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        *reinterpret_cast<float2*>(rows + offset(g + 8 * half, 2 * p + (t >> 1)) + 8 * (t & 1)) =
+            make_float2(s[p][2 * half], s[p][2 * half + 1]);
+      }
+    }
+    __syncwarp();
+    constexpr int PIECES = K / 4, AT_ONCE = 32 / PIECES;
+    const int piece = lane % PIECES, first = lane / PIECES;
+#pragma unroll
+    for (int i = 0; i < 16 / AT_ONCE; i++) {
+      const int row = first + i * AT_ONCE;
+      *reinterpret_cast<float4*>(to + row * pitch + piece * 4) =
+          *reinterpret_cast<const float4*>(rows + offset(row, piece));
     }
   }
 };
@@ -137,6 +198,7 @@ __global__ void __launch_bounds__(ScanShape<KIND>::kThreads, ScanShape<KIND>::kM
   extern __shared__ __align__(1024) unsigned char shared[];
   constexpr bool HELPERS = ScanShape<KIND>::kHelpers;
   constexpr int STAGES = ScanShape<KIND>::kStages;
+  constexpr bool STAGED = KIND == Scan::among && !LOWRANK;
   constexpr int AHEAD = STAGES > 1 ? STAGES - 1 : 1;  // chunks
   constexpr bool LATE = STAGES == 1;
   const int thread = threadIdx.x & 127;
@@ -214,11 +276,19 @@ __global__ void __launch_bounds__(ScanShape<KIND>::kThreads, ScanShape<KIND>::kM
     load_transposed(r, stage + Shared::kValues + panel_offset(row, 2 * warp + ((lane >> 3) & 1)));
   };
 
-  const int64_t row_offset = static_cast<int64_t>(v0 + 16 * warp + g);
-  const auto keep = [&](int64_t row) {
-    S.store(a.write,
-            row * a.write.s_p + hv * a.write.s_h + row_offset * a.write.s_v + 2 * t * a.write.s_k);
+  const auto home = [&](const StatePool& pool, int64_t row, int64_t r) {
+    return row * pool.s_p + hv * pool.s_h + (v0 + 16 * warp + r) * pool.s_v;
   };
+  unsigned char* const staged = shared + STAGES * Shared::kStage + warp * 16 * K * 4;
+  const auto keep = [&](int64_t row) {
+    if constexpr (STAGED) {
+      StagedRows<K>::write(S.s, staged, static_cast<float*>(a.write.ptr) + home(a.write, row, 0),
+                           a.write.s_v, lane);
+    } else {
+      S.store(a.write, home(a.write, row, g) + 2 * t * a.write.s_k);
+    }
+  };
+  const bool read_state = !LOWRANK && a.read.ptr && !seq.fresh && !helper;
 
   clear(S.s);
   if (LOWRANK) {
@@ -248,9 +318,12 @@ __global__ void __launch_bounds__(ScanShape<KIND>::kThreads, ScanShape<KIND>::kM
   } else {
     // Inputs are older than the first kernel, which has waited for all that came before it.
     if (copies && chunks > 0) ask_inputs(0, base);
-    if (a.read.ptr && !seq.fresh && !helper) {
-      S.load(a.read,
-             seq.row * a.read.s_p + hv * a.read.s_h + row_offset * a.read.s_v + 2 * t * a.read.s_k);
+    if (read_state && STAGED) {
+      StagedRows<K>::ask(shared_address(staged),
+                         static_cast<const float*>(a.read.ptr) + home(a.read, seq.row, 0),
+                         a.read.s_v, lane);
+    } else if (read_state) {
+      S.load(a.read, home(a.read, seq.row, g) + 2 * t * a.read.s_k);
     }
     wait_for_previous_kernel();
   }
@@ -265,6 +338,11 @@ __global__ void __launch_bounds__(ScanShape<KIND>::kThreads, ScanShape<KIND>::kM
       }
       commit_copies();
     }
+  }
+  if (STAGED && read_state) {
+    wait_copies<0>();
+    __syncwarp();
+    StagedRows<K>::read(S.s, staged, lane);
   }
   // Rows of 16-byte pieces of a finished output, 128 bytes a token.
   unsigned char* const results = shared + STAGES * Shared::kStage;

@@ -113,11 +113,13 @@ __device__ __forceinline__ void multiply(float (&c)[4], const uint32_t (&a)[4], 
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// x with 11 bits, as the product below takes them.
+// The products below drop all but 11 bits. `nearest_tf32` makes that a rounding; `round_tf32`
+// rounds a value that is read otherwise too.
+__device__ __forceinline__ float nearest_tf32(float x) {
+  return __uint_as_float(__float_as_uint(x) + 0x1000u);
+}
 __device__ __forceinline__ float round_tf32(float x) {
-  uint32_t y;
-  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
-  return __uint_as_float(y);
+  return __uint_as_float((__float_as_uint(x) + 0x1000u) & 0xffffe000u);
 }
 // c (16 x 8) += x (16 x 8) b (8 x 8), both rounded; x an accumulator, b = rows 2t and 2t + 1 of
 // column g. The rows of b stand in the order in which an accumulator holds its columns.
