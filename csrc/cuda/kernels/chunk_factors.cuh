@@ -192,7 +192,9 @@ __global__ void __launch_bounds__(128, MIN_BLOCKS)
     float* const to = reinterpret_cast<float*>(out + h * kFactorBytes + 2 * kPanelBytes);
     to[i] = w * rk[i];
     to[kChunk + i] = a.scale * w * rq[i];
-    to[2 * kChunk + i] = exp2_flushed(gates[(h * 3 + 1) * kChunk + i]) * rk[i];
+    // Low-rank: of a chunk that another one follows, the newest R tokens are all that is left.
+    const bool lost = a.window.fill && i < kChunk - a.window.R;
+    to[2 * kChunk + i] = lost ? 0.f : exp2_flushed(gates[(h * 3 + 1) * kChunk + i]) * rk[i];
     if (i == kChunk - 1) to[3 * kChunk] = w;
   }
 

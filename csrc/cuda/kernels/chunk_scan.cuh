@@ -452,16 +452,19 @@ __global__ void __launch_bounds__(ScanShape<KIND>::kThreads, ScanShape<KIND>::kM
     }
     if (!LATE) await_products<0>(U);
     if (LOWRANK) {
-      // The newest R updates of the sequence, for the window, and as the window stores them.
-      const int64_t R = a.window.R;
-      float* const to = layout.updates + (n * a.HV + hv) * R * a.V + v0 + 16 * warp + g;
+      // The newest R updates of the sequence, for the window.
+      const int R = static_cast<int>(a.window.R);
+      if (done + kChunk > length - R) {
+        float* const to = layout.updates + (n * a.HV + hv) * R * a.V + v0 + 16 * warp + g;
+        const int base = static_cast<int>(done % R);
 #pragma unroll
-      for (int p = 0; p < 8; p++) {
+        for (int p = 0; p < 8; p++) {
 #pragma unroll
-        for (int e = 0; e < 4; e++) {
-          const int64_t token = done + 8 * p + 2 * t + (e & 1);
-          if (token >= length - R && token < length) {
-            to[token % R * a.V + 8 * (e >> 1)] = U[p][e];
+          for (int e = 0; e < 4; e++) {
+            const int i = 8 * p + 2 * t + (e & 1);
+            if (done + i >= length - R && done + i < length) {
+              to[(base + i) % R * a.V + 8 * (e >> 1)] = U[p][e];
+            }
           }
         }
       }
@@ -476,15 +479,14 @@ __global__ void __launch_bounds__(ScanShape<KIND>::kThreads, ScanShape<KIND>::kM
     }
     close_products();
     if (LOWRANK) {
-      // What the next chunk starts from: the newest R updates alone, as the window stores them.
+      // The next chunk starts from the newest R updates alone, as the window stores them; D_n is
+      // zero for the others.
       clear(S.s);
-      const int first = kChunk - static_cast<int>(a.window.R);
+      if (a.window.u_dtype != DType::f32) {
 #pragma unroll
-      for (int p = 0; p < 8; p++) {
+        for (int p = 0; p < 8; p++) {
 #pragma unroll
-        for (int e = 0; e < 4; e++) {
-          const float u = U[p][e];
-          U[p][e] = 8 * p + 2 * t + (e & 1) < first ? 0.f : round_as(a.window.u_dtype, u);
+          for (int e = 0; e < 4; e++) U[p][e] = round_as(a.window.u_dtype, U[p][e]);
         }
       }
     } else if (w_last == 0.f) {
