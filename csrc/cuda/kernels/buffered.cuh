@@ -12,8 +12,8 @@
 // holds its shared memory, so it does little else than read: the base comes by asynchronous copies
 // that take no registers and start before prepare_window is done.
 //
-// Keys, log decays and fill count belong to the whole sequence: the last block of a sequence to
-// finish writes them. Blocks count themselves in the top byte of win_fill, zero between calls.
+// prepare_window also appends the new keys and log decays. Before a fold, which reads the old keys
+// and whose slots the new ones take, it copies them to the workspace.
 #pragma once
 
 #include "kernels.h"
@@ -31,10 +31,13 @@ struct WindowWorkspace {
   float* records = nullptr;  // [N, HV, groups, record]: a float4 for each token {weight of the
                              // base for k, for q, k.q, beta}, then [entry, token] float2 weights
   float* folds = nullptr;    // [N, HV, fold]: exp(s_i) of each entry, exp(s) at R
+  char* keys = nullptr;      // [N, H, R, K] of win_k's dtype: what a fold reads
+  int key_bytes = 0;         // at most, of [R, K]
   int R = 0, H = 0, HV = 0, groups = 1, column = 0, record = 0, fold = 0;
 
   __host__ __device__ int64_t floats_a_sequence() const {
-    return int64_t{groups} * (int64_t{H} * column + int64_t{HV} * record) + int64_t{HV} * fold;
+    return int64_t{groups} * (int64_t{H} * column + int64_t{HV} * record) + int64_t{HV} * fold +
+           int64_t{H} * (key_bytes / 4);
   }
   __device__ __forceinline__ float* column_of(int64_t n, int h, int group) const {
     return columns + ((n * H + h) * groups + group) * column;
@@ -44,6 +47,9 @@ struct WindowWorkspace {
   }
   __device__ __forceinline__ float* fold_of(int64_t n, int hv) const {
     return folds + (n * HV + hv) * fold;
+  }
+  __device__ __forceinline__ char* keys_of(int64_t n, int h) const {
+    return keys + (n * H + h) * key_bytes;
   }
 };
 
@@ -65,9 +71,10 @@ __host__ __device__ constexpr int record_floats(int R, int TG) {
 
 // blockIdx.x = key head, blockIdx.y = sequence; one warp.
 template <class ST, class AT, class KT, int K, int TG>
-__global__ void __launch_bounds__(32) prepare_window(const __grid_constant__ RecurrentArgs a,
-                                                     const __grid_constant__ WindowWorkspace ws,
-                                                     int64_t first, bool flush, bool early) {
+__global__ void __launch_bounds__(32, TG == 1 && K <= 128 ? 32 : 16)
+    prepare_window(const __grid_constant__ RecurrentArgs a,
+                   const __grid_constant__ WindowWorkspace ws, int64_t first, bool flush,
+                   bool early) {
   using Columns = WindowColumns<ST, K, TG>;
   constexpr int PER = K / 32, NV = 2 * TG, AHEAD = TG == 1 ? 8 : 4;
   __shared__ float dots[(kMaxWindow + TG) * NV];
@@ -86,7 +93,7 @@ __global__ void __launch_bounds__(32) prepare_window(const __grid_constant__ Rec
   const int R = ws.R, pending = plan.pending;
   const bool wide = R > 32;
   const int64_t b = TG == 1 ? n : a.seqs.cu_seqlens.ptr ? 0 : n;
-  const float* const pg = w.g + plan.row * w.sg_p;
+  float* const pg = w.g + plan.row * w.sg_p;
   const int sg = static_cast<int>(w.sg_r);
   if (plan.fold) {
     for (int r = 0; r < ratio; r++) {
@@ -103,15 +110,30 @@ __global__ void __launch_bounds__(32) prepare_window(const __grid_constant__ Rec
     }
   }
   const DType at = a.q.dtype;
-  const auto element = [](const void* p, DType d, int64_t i) {
-    return static_cast<const char*>(p) + i * (d == DType::f32 ? 4 : 2);
-  };
-  const char* const pw = element(w.k, w.k_dtype, plan.row * w.sk_p + h * w.sk_h);
-  const char* const pk = element(a.k.ptr, at, offset_of(a.k, b, plan.start, h));
-  const char* const pq = element(a.q.ptr, at, offset_of(a.q, b, plan.start, h));
+  char* const pw = const_cast<char*>(element_of(w.k, w.k_dtype, plan.row * w.sk_p + h * w.sk_h));
+  const char* const pk = element_of(a.k.ptr, at, offset_of(a.k, b, plan.start, h));
+  const char* const pq = element_of(a.q.ptr, at, offset_of(a.q, b, plan.start, h));
   const int sk = static_cast<int>(w.sk_r);
   const int k_st = static_cast<int>(a.k.st), q_st = static_cast<int>(a.q.st);
   const int old = plan.fold ? 0 : pending;  // entries that the call found
+  if (plan.fold) {
+    char* const to = ws.keys_of(n, h);
+    for (int e0 = 0; e0 < pending; e0 += AHEAD) {
+      Some<PER> raw[AHEAD];
+#pragma unroll
+      for (int i = 0; i < AHEAD; i++) {
+        if (e0 + i < pending) {
+          raw[i] = load_some<KT, PER>(pw, w.k_dtype, (e0 + i) * sk + lane * PER);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < AHEAD; i++) {
+        if (e0 + i < pending) {
+          store_some<KT, PER>(to, w.k_dtype, (e0 + i) * K + lane * PER, raw[i]);
+        }
+      }
+    }
+  }
 
   for (int t0 = 0; t0 < T; t0 += TG) {
     const int tokens = TG == 1 ? 1 : T - t0 < TG ? T - t0 : TG;
@@ -202,6 +224,15 @@ __global__ void __launch_bounds__(32) prepare_window(const __grid_constant__ Rec
       }
     }
 
+#pragma unroll
+    for (int t = 0; t < TG; t++) {
+      if (t < tokens) {
+#pragma unroll
+        for (int j = 0; j < PER; j++) {
+          store_one<KT>(pw, w.k_dtype, (count + t) * sk + lane * PER + j, kf[t][j]);
+        }
+      }
+    }
     __syncwarp();  // the group before has read the inner products
 #pragma unroll 1
     for (int e0 = 0; e0 < entries; e0 += AHEAD) {
@@ -266,6 +297,14 @@ __global__ void __launch_bounds__(32) prepare_window(const __grid_constant__ Rec
       };
       float s[2], all;
       suffix_sums(decay_of(lane), wide ? decay_of(lane + 32) : 0.f, lane, wide, &s[0], &s[1], &all);
+      if (lane < tokens) {
+        float own = g[0];
+#pragma unroll
+        for (int t = 1; t < TG; t++) own = t == lane ? g[t] : own;
+        // The first entry of a fresh sequence removes the base from every later weight.
+        if (plan.fresh && t0 + lane == 0) own = -INFINITY;
+        pg[hv * w.sg_h + (count + lane) * sg] = own;
+      }
       float* const to = ws.record_of(n, hv, t0 / TG);
 #pragma unroll
       for (int half = 0; half < 2; half++) {
@@ -315,7 +354,6 @@ struct BufferedGrid {
   int64_t first = 0;  // sequence of blockIdx.y == 0
   FastDiv row_blocks, ratio;
   bool flush = false;
-  int blocks = 0;  // of a sequence, at most 255; 0: append_window is a launch of its own
   NormTail norm;
 };
 
@@ -348,8 +386,6 @@ __global__ void __launch_bounds__(VB, MIN_BLOCKS)
   constexpr int PRE = 16;  // entries of u a thread has in flight
   extern __shared__ __align__(128) unsigned char shared[];
   __shared__ float parts[TG][WARPS];
-  __shared__ bool last_block;
-  bool last = false;
   const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, group = lane >> 2, quad = lane & 3;
   const unsigned hv = grid.row_blocks(blockIdx.x);
   const int row0 = static_cast<int>(blockIdx.x - hv * grid.row_blocks.divisor) * VB;
@@ -408,19 +444,20 @@ __global__ void __launch_bounds__(VB, MIN_BLOCKS)
     return;
   }
   if (T == 0 && !plan.fold) return;
+  if (blockIdx.x == 0 && tid == 0) {
+    w.fill[plan.row * w.s_fill] =
+        pack_fill({(plan.fold ? 0 : plan.pending) + T, T > 0 ? T - 1 : 0, 0});
+  }
   if (!ahead && plan.fold) copy_base();
 
   // Pointers once; inside a row offsets fit 32 bits (window_refusal).
-  const auto element = [](const void* p, DType d, int64_t i) {
-    return static_cast<const char*>(p) + i * (d == DType::f32 ? 4 : 2);
-  };
   const DType at = a.q.dtype;
   char* const pu =
-      const_cast<char*>(element(w.u, w.u_dtype, plan.row * w.su_p + hv * w.su_h + row0));
-  const char* const pv = element(a.v.ptr, at, offset_of(a.v, b, plan.start, hv) + row0 * a.v.sd);
+      const_cast<char*>(element_of(w.u, w.u_dtype, plan.row * w.su_p + hv * w.su_h + row0));
+  const char* const pv = element_of(a.v.ptr, at, offset_of(a.v, b, plan.start, hv) + row0 * a.v.sd);
   char* const po = const_cast<char*>(
-      element(a.out.ptr, at, offset_of(a.out, b, plan.start, hv) + row0 * a.out.sd));
-  const int su = static_cast<int>(w.su_r), sk = static_cast<int>(w.sk_r);
+      element_of(a.out.ptr, at, offset_of(a.out, b, plan.start, hv) + row0 * a.out.sd));
+  const int su = static_cast<int>(w.su_r);
   const int v_st = static_cast<int>(a.v.st), v_sd = static_cast<int>(a.v.sd);
   const int o_st = static_cast<int>(a.out.st), o_sd = static_cast<int>(a.out.sd);
   unsigned char* const columns = shared + Shared::kTile;
@@ -445,7 +482,7 @@ __global__ void __launch_bounds__(VB, MIN_BLOCKS)
 
   if (plan.fold) {
     const int folded = plan.pending;
-    const char* const pw = element(w.k, w.k_dtype, plan.row * w.sk_p + h * w.sk_h);
+    const char* const pw = ws.keys_of(n, h);
     const float* const fold = ws.fold_of(n, hv);
     const float whole = fold[ws.R];
     if constexpr (Columns::k16Bit) {
@@ -503,7 +540,7 @@ __global__ void __launch_bounds__(VB, MIN_BLOCKS)
 #pragma unroll
               for (int x = 0; x < 8; x++) raw.w[x] = 0;
               if (e < folded) {
-                raw = load_some<KT, 8>(pw, w.k_dtype, e * sk + block * 64 + group * 8);
+                raw = load_some<KT, 8>(pw, w.k_dtype, e * K + block * 64 + group * 8);
               }
               if (exact_keys) {
 #pragma unroll
@@ -586,7 +623,7 @@ __global__ void __launch_bounds__(VB, MIN_BLOCKS)
           for (int i = 0; i < STEP; i++) {
             // Past the last entry any finite key does, as its factor is zero.
             const int e = e0 + i < folded ? e0 + i : folded - 1;
-            some_to_float<KT, E>(load_some<KT, E>(pw, w.k_dtype, e * sk + c * E), w.k_dtype, k[i]);
+            some_to_float<KT, E>(load_some<KT, E>(pw, w.k_dtype, e * K + c * E), w.k_dtype, k[i]);
           }
           arrived();
           __syncwarp();
@@ -643,9 +680,6 @@ __global__ void __launch_bounds__(VB, MIN_BLOCKS)
     }
     arrived();
     __syncthreads();
-    // What append_entries overwrites has been read: keys and counts by prepare_window and by folds.
-    if (grid.blocks > 0 && tid == 0 && t0 + TG >= T) last = arrive_last(a, plan, grid.blocks);
-
     float p[TG], o[TG], x[TG], y[TG];
 #pragma unroll
     for (int t = 0; t < TG; t++) p[t] = o[t] = x[t] = y[t] = 0.f;
@@ -794,16 +828,6 @@ __global__ void __launch_bounds__(VB, MIN_BLOCKS)
       __syncthreads();
       copy_prepared(t0 + TG);
     }
-  }
-
-  if (grid.blocks > 0) {
-    if (T == 0) {
-      __syncthreads();
-      if (tid == 0) last = arrive_last(a, plan, grid.blocks);
-    }
-    if (tid == 0) last_block = last;
-    __syncthreads();
-    if (last_block) append_entries(a, plan, n);
   }
 }
 

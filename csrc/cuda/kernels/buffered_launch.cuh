@@ -3,7 +3,6 @@
 
 #include <type_traits>
 
-#include "append.cuh"
 #include "buffered.cuh"
 #include "launch.h"
 #include "select.h"
@@ -26,6 +25,8 @@ WindowWorkspace workspace_of(const RecurrentArgs& a, void* memory) {
   ws.columns = reinterpret_cast<float*>(ws.plans + N);
   ws.records = ws.columns + N * ws.H * ws.groups * ws.column;
   ws.folds = ws.records + N * ws.HV * ws.groups * ws.record;
+  ws.keys = reinterpret_cast<char*>(ws.folds + N * ws.HV * ws.fold);
+  ws.key_bytes = static_cast<int>(a.window.R * a.K * 4);
   return ws;
 }
 
@@ -47,7 +48,6 @@ cudaError_t launch_buffered_rows(const RecurrentArgs& a, const WindowCall& call,
   grid.flush = call.flush;
   grid.norm = call.norm;
   const int64_t blocks = a.HV * grid.row_blocks.divisor;
-  grid.blocks = countable_blocks(blocks);
   for (; error == cudaSuccess && grid.first < a.seqs.N; grid.first += kMaxGridY) {
     const int64_t count = a.seqs.N - grid.first < kMaxGridY ? a.seqs.N - grid.first : kMaxGridY;
     error = launch(prepare_window<ST, AT, KT, K, TG>,
@@ -57,7 +57,6 @@ cudaError_t launch_buffered_rows(const RecurrentArgs& a, const WindowCall& call,
     error = launch(kernel, dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(count)),
                    dim3(VB), shared, stream, a, grid, ws);
   }
-  if (error == cudaSuccess && grid.blocks == 0) error = launch_append(a, call.flush, stream);
   return error;
 }
 

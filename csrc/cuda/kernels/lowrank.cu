@@ -22,7 +22,7 @@ cudaError_t launch_rows(const RecurrentArgs& a, const WindowCall& call, cudaStre
                    dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(count)), dim3(VB), 0,
                    stream, a, grid);
   }
-  if (error == cudaSuccess && grid.blocks == 0) error = launch_append(a, false, stream);
+  if (error == cudaSuccess && grid.blocks == 0) error = launch_append<K>(a, stream);
   return error;
 }
 

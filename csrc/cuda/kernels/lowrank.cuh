@@ -57,19 +57,16 @@ __global__ void __launch_bounds__(VB) lowrank_rows(const __grid_constant__ Recur
   if (T == 0) return;
 
   // Pointers once; inside a row offsets fit 32 bits (buffered_refusal).
-  const auto element = [](const void* p, DType d, int64_t i) {
-    return static_cast<const char*>(p) + i * (d == DType::f32 ? 4 : 2);
-  };
   const DType at = a.q.dtype;
   char* const pu =
-      const_cast<char*>(element(w.u, w.u_dtype, plan.row * w.su_p + hv * w.su_h + row0));
-  const char* const pw = element(w.k, w.k_dtype, plan.row * w.sk_p + h * w.sk_h);
+      const_cast<char*>(element_of(w.u, w.u_dtype, plan.row * w.su_p + hv * w.su_h + row0));
+  const char* const pw = element_of(w.k, w.k_dtype, plan.row * w.sk_p + h * w.sk_h);
   const float* const pg = w.g + plan.row * w.sg_p + hv * w.sg_h;
-  const char* const pk = element(a.k.ptr, at, offset_of(a.k, b, plan.start, h));
-  const char* const pq = element(a.q.ptr, at, offset_of(a.q, b, plan.start, h));
-  const char* const pv = element(a.v.ptr, at, offset_of(a.v, b, plan.start, hv) + row0 * a.v.sd);
+  const char* const pk = element_of(a.k.ptr, at, offset_of(a.k, b, plan.start, h));
+  const char* const pq = element_of(a.q.ptr, at, offset_of(a.q, b, plan.start, h));
+  const char* const pv = element_of(a.v.ptr, at, offset_of(a.v, b, plan.start, hv) + row0 * a.v.sd);
   char* const po = const_cast<char*>(
-      element(a.out.ptr, at, offset_of(a.out, b, plan.start, hv) + row0 * a.out.sd));
+      element_of(a.out.ptr, at, offset_of(a.out, b, plan.start, hv) + row0 * a.out.sd));
   const int su = static_cast<int>(w.su_r), sk = static_cast<int>(w.sk_r);
   const int sg = static_cast<int>(w.sg_r);
   const int k_st = static_cast<int>(a.k.st), q_st = static_cast<int>(a.q.st);
@@ -277,7 +274,7 @@ __global__ void __launch_bounds__(VB) lowrank_rows(const __grid_constant__ Recur
   if (grid.blocks > 0) {
     if (tid == 0) last_block = last;
     __syncthreads();
-    if (last_block) append_entries(a, plan, n);
+    if (last_block) append_entries<K>(a, plan, n);
   }
 }
 

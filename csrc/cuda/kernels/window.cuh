@@ -76,6 +76,11 @@ __device__ __forceinline__ WindowPlan plan_window(const RecurrentArgs& a, int64_
   return p;
 }
 
+// Element i of memory of dtype d, as an address.
+__device__ __forceinline__ const char* element_of(const void* p, DType d, int64_t i) {
+  return static_cast<const char*>(p) + i * (d == DType::f32 ? 4 : 2);
+}
+
 // Elements of type T, or of a dtype known at run time only where T is Any. Loads are split from
 // conversions, so that none waits for another.
 struct Any {};
@@ -165,6 +170,16 @@ __device__ __forceinline__ Some<N> load_some(const void* p, DType d, int i) {
   return r;
 }
 template <class T, int N>
+__device__ __forceinline__ void store_some(void* p, DType d, int i, const Some<N>& r) {
+  bool wide = d == DType::f32;
+  if constexpr (!kIsAny<T>) wide = sizeof(T) == 4;
+  uint32_t* const to = reinterpret_cast<uint32_t*>(static_cast<char*>(p) + i * (wide ? 4 : 2));
+#pragma unroll
+  for (int j = 0; j < N; j++) {
+    if (wide || j < N / 2) to[j] = r.w[j];
+  }
+}
+template <class T, int N>
 __device__ __forceinline__ void some_to_float(const Some<N>& r, DType d, float* f) {
   const auto is = [&](DType x) {
     if constexpr (kIsAny<T>) {
@@ -191,37 +206,51 @@ __device__ __forceinline__ void some_to_float(const Some<N>& r, DType d, float* 
 }
 
 // New keys, log decays and counts of a sequence, by one block that is the only reader left.
+template <int K>
 __device__ __forceinline__ void append_entries(const RecurrentArgs& a, const WindowPlan& plan,
                                                int64_t n) {
   const Window& w = a.window;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, warps = blockDim.x >> 5;
-  const int R = static_cast<int>(w.R), K = static_cast<int>(a.K), H = static_cast<int>(a.H);
+  const int R = static_cast<int>(w.R), H = static_cast<int>(a.H);
   const int HV = static_cast<int>(a.HV);
   const int64_t b = a.seqs.cu_seqlens.ptr ? 0 : n;
-  const int pending = plan.fold ? 0 : plan.pending, head = plan.fold ? 0 : plan.head;
+  const int pending = plan.pending, head = plan.head;
   const int skip = plan.tokens > R ? plan.tokens - R : 0;  // overwritten within the call
   const int kept = plan.tokens - skip;
   const auto slot_of = [&](int t) { return (head + pending + t) % R; };
-  for (int i = warp; i < kept * H; i += warps) {
-    const int t = skip + i / H, h = i % H;
-    const int64_t from = offset_of(a.k, b, plan.start + t, h);
-    const int64_t to = plan.row * w.sk_p + h * w.sk_h + slot_of(t) * w.sk_r;
-    float kk = 0.f;
-    for (int c = lane; c < K; c += 32) {
-      const float k = load_as(a.k.ptr, a.k.dtype, from + c * a.k.sd);
-      kk = __fmaf_rn(k, k, kk);
+  // Four keys of a warp are under way at a time: memory is far, and the block waits for this.
+  constexpr int PER = K / 32, AHEAD = 4;
+  for (int i0 = warp; i0 < kept * H; i0 += warps * AHEAD) {
+    Some<PER> raw[AHEAD];
+#pragma unroll
+    for (int j = 0; j < AHEAD; j++) {
+      const int i = i0 + j * warps;
+      if (i < kept * H) {
+        const int64_t from = offset_of(a.k, b, plan.start + skip + i / H, i % H);
+        raw[j] = load_some<Any, PER>(element_of(a.k.ptr, a.k.dtype, from), a.k.dtype, lane * PER);
+      }
     }
-    const float r = a.l2norm ? rsqrtf(lane_sum(kk) + kL2Eps) : 1.f;
-    for (int c = lane; c < K; c += 32) {
-      store_as(w.k, w.k_dtype, to + c, load_as(a.k.ptr, a.k.dtype, from + c * a.k.sd) * r);
+#pragma unroll
+    for (int j = 0; j < AHEAD; j++) {
+      const int i = i0 + j * warps;
+      if (i < kept * H) {
+        const int t = skip + i / H, h = i % H;
+        float k[PER], kk = 0.f;
+        some_to_float<Any, PER>(raw[j], a.k.dtype, k);
+#pragma unroll
+        for (int c = 0; c < PER; c++) kk = __fmaf_rn(k[c], k[c], kk);
+        const float r = a.l2norm ? rsqrtf(lane_sum(kk) + kL2Eps) : 1.f;
+        const int64_t to = plan.row * w.sk_p + h * w.sk_h + slot_of(t) * w.sk_r + lane * PER;
+#pragma unroll
+        for (int c = 0; c < PER; c++) store_as(w.k, w.k_dtype, to + c, k[c] * r);
+      }
     }
   }
   for (int i = threadIdx.x; i < kept * HV; i += blockDim.x) {
     const int t = skip + i / HV, hv = i % HV;
     float g, beta;
     compute_gates(a.gates, load_gates(a.gates, b, plan.start + t, hv), &g, &beta);
-    w.g[plan.row * w.sg_p + hv * w.sg_h + slot_of(t) * w.sg_r] =
-        a.state.ptr && plan.fresh && t == 0 ? -INFINITY : g;  // what removes the base
+    w.g[plan.row * w.sg_p + hv * w.sg_h + slot_of(t) * w.sg_r] = g;
   }
   __syncthreads();
   if (threadIdx.x == 0) {
