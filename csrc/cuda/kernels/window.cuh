@@ -9,8 +9,8 @@ namespace cuda {
 
 constexpr int kMaxWindow = 64;  // entries a warp can hold, two a lane
 
-// Where a sequence stands at the start of a call (docs/windows.md). Every block of a sequence works
-// it out from the fill count, which the last of them replaces.
+// Where a sequence stands at the start of a call (docs/windows.md), worked out from the fill count,
+// which is replaced once all have read it.
 struct WindowPlan {
   int64_t row;    // pool row, negative = padding
   int64_t start;  // first token
@@ -66,7 +66,7 @@ __device__ __forceinline__ WindowPlan plan_window(const RecurrentArgs& a, int64_
     return p;
   }
   if (s.fresh) return p;
-  // Other blocks count themselves in the top byte of this word (window_rows).
+  // Blocks of the low-rank kernel count themselves in the top byte of this word (arrive_last).
   const int32_t packed =
       *static_cast<const volatile int32_t*>(a.window.fill + p.row * a.window.s_fill);
   const WindowCounts kept = kept_entries(packed, a.seqs.num_accepted.ptr ? s.accepted : -1);
