@@ -6,6 +6,7 @@
 #define GDN_SEQ                                                                           \
   "Tensor? state_indices=None, Tensor? has_initial_state=None, Tensor? cu_seqlens=None, " \
   "Tensor? num_accepted=None"
+#define GDN_PACKED "Tensor? cu_seqlens=None, Tensor? num_accepted=None"
 #define GDN_WINDOW "Tensor(b!) win_k, Tensor(c!) win_u, Tensor(d!) win_g, Tensor(e!) win_fill"
 #define GDN_SCALE "float? scale=None, bool qk_l2norm=False"
 #define GDN_DECODE_PARAMS                                                                   \
@@ -73,6 +74,22 @@ TORCH_LIBRARY(gdn, m) {
       "SymInt head_k_dim, " GDN_SEQ
       ", bool qk_l2norm=False, str activation=\"silu\", bool conv_leading=False) -> "
       "(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta)");
+
+  // --- call forms of serving engines: rows below 1 of a pool are padding (csrc/paged.cpp)
+  m.def(
+      "paged_recurrent(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) state, "
+      "Tensor state_indices, " GDN_PACKED ", " GDN_SCALE ") -> Tensor");
+  m.def(
+      "paged_recurrent_gated(Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor A_log, "
+      "Tensor dt_bias, Tensor(a!) state, Tensor state_indices, " GDN_PACKED ", " GDN_SCALE
+      ") -> Tensor");
+  m.def(
+      "paged_decode_packed(Tensor mixed_qkv, Tensor a, Tensor b, Tensor A_log, Tensor dt_bias, "
+      "Tensor(a!) state, Tensor state_indices, " GDN_SCALE ") -> Tensor");
+  m.def(
+      "paged_short_conv(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) conv_state, "
+      "Tensor state_indices, Tensor? has_initial_state=None, " GDN_PACKED
+      ", str activation=\"silu\", bool channels_first=False) -> Tensor");
 
   // --- output norm
   m.def("gated_rms_norm(Tensor x, Tensor gate, Tensor weight, float eps=1e-6) -> Tensor");

@@ -60,7 +60,10 @@ def test_every_op_and_argument_has_a_rule():
     schemas = {
         s.name.split("::")[1]: s
         for s in torch._C._jit_get_all_schemas()
-        if s.name.startswith("gdn::") and any("Tensor" in str(a.type) for a in s.arguments)
+        if s.name.startswith("gdn::")
+        and any("Tensor" in str(a.type) for a in s.arguments)
+        # Made of other ops (csrc/paged.cpp): they come apart before DTensor sees them.
+        and not s.name.startswith("gdn::paged_")
     }
     del schemas["sweep"]  # of the benchmarks
     assert set(schemas) == set(distributed._RULES)

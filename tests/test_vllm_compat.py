@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from common import assert_close, make_pool, make_qkv
+from torch import library
 
 from gdn_ops import reference
 from gdn_ops.compat import plugin, vllm, vllm_cpu, vllm_kunlun
@@ -252,7 +253,7 @@ def test_packed_decode(dtype):
     )  # fmt: skip
     assert_close("o", out, expected, dtype, SLACK if dtype is torch.float32 else 1.0)
     assert_close("state", pool, states, torch.float32, SLACK)
-    with pytest.raises(ValueError, match="mixed_qkv"):
+    with pytest.raises(RuntimeError, match="mixed_qkv"):
         vllm.fused_recurrent_gated_delta_rule_packed_decode(
             mixed[:, 1:], m["a"], m["b"], m["A_log"], m["dt_bias"], 1.0, pool, out, indices
         )
@@ -789,3 +790,55 @@ def test_entry_point_is_declared():
     text = (Path(__file__).parent.parent / "pyproject.toml").read_text()
     assert '[project.entry-points."vllm.general_plugins"]' in text
     assert 'gdn_ops = "gdn_ops.compat.plugin:register"' in text
+
+
+# --- the paged ops under tracing
+
+
+def paged_calls(dtype):
+    q, k, v, g, beta = make_qkv(3, 1, H, HV, K, V, dtype=dtype)
+    m = layer(3, dtype)
+    pool = make_pool(P, HV, V, K)
+    rows_ = torch.tensor([3, 0, 5, 0], dtype=torch.int32)
+    gates = (m["a"], m["b"], m["A_log"], m["dt_bias"])
+    yield "paged_recurrent", (q, k, v, g, beta, pool, rows_), {"qk_l2norm": True}
+    yield "paged_recurrent_gated", (q, k, v, *gates, pool, rows_), {"scale": 0.5}
+    yield "paged_decode_packed", (m["x"], *gates, pool, rows_), {"qk_l2norm": True}
+    conv = (m["weight"], m["bias"], conv_pool(W - 1), rows_)
+    yield "paged_short_conv", (m["x"], *conv), {}
+    yield "paged_short_conv", (m["x"].t(), *conv), {
+        "cu_seqlens": torch.tensor([0, 1, 3]), "channels_first": True,
+    }  # fmt: skip
+
+
+def test_paged_ops_opcheck_and_compile():
+    torch._dynamo.reset()
+    for name, args, kwargs in paged_calls(torch.bfloat16):
+        op = getattr(torch.ops.gdn, name).default
+        library.opcheck(op, args, kwargs)
+        copies = [a.clone() for a in args]
+        expected = op(*copies, **kwargs)
+        compiled = torch.compile(op, fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(*args, **kwargs), expected), name
+        for one, two in zip(args, copies, strict=True):
+            assert torch.equal(one, two), name
+
+
+def test_paged_ops_raise_before_writing():
+    pool, rows_ = make_pool(P, HV, V, K), torch.tensor([3, 1, 5])
+    before = pool.clone()
+    q, k, v, g, beta = make_qkv(3, 1, H, HV, K, V)
+    m = layer(3)
+    with pytest.raises(RuntimeError, match="null block"):
+        torch.ops.gdn.paged_recurrent(q, k, v, g, beta, pool[:0], rows_)
+    with pytest.raises(RuntimeError, match=r"\[N\] or \[N, S\]"):
+        torch.ops.gdn.paged_recurrent(q, k, v, g, beta, pool, rows_[:, None, None])
+    with pytest.raises(RuntimeError, match="below P"):
+        torch.ops.gdn.paged_recurrent(q, k, v, g, beta, pool, rows_ + 4)
+    with pytest.raises(RuntimeError, match="columns"):
+        gates = (m["a"], m["b"], m["A_log"], m["dt_bias"])
+        torch.ops.gdn.paged_decode_packed(m["x"][:, :-1], *gates, pool, rows_)
+    with pytest.raises(RuntimeError, match="two dimensions with cu_seqlens"):
+        conv = (m["weight"], None, conv_pool(3), rows_)
+        torch.ops.gdn.paged_short_conv(m["x"][None], *conv, cu_seqlens=torch.tensor([0, 3]))
+    assert torch.equal(pool, before)

@@ -90,7 +90,13 @@ def _native() -> dict:
         "ops": {
             s.name.split("::")[1]: [
                 key
-                for key in ("CPU", "CUDA", "PrivateUse1", "CompositeExplicitAutograd")
+                for key in (
+                    "CPU",
+                    "CUDA",
+                    "PrivateUse1",
+                    "CompositeExplicitAutograd",
+                    "CompositeImplicitAutograd",
+                )
                 if torch._C._dispatch_has_kernel_for_dispatch_key(s.name, key)
             ]
             for s in sorted(schemas, key=lambda s: s.name)

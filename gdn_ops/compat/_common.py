@@ -1,9 +1,9 @@
 """What the modules of this package share: padding rows, activations, and how keywords are refused.
 
 vLLM keeps block 0 of every pool as its null block: no sequence ever owns it, and padded rows of a
-batch point at it (older versions: at -1). For the ops of this package any negative row is padding
-and row 0 is a row like any other, so the functions here pass the pool from row 1 on and the indices
-less one: 0 and every negative number become padding, and the two views cost no kernel.
+batch point at it (older versions: at -1). For the other ops of this package any negative row is
+padding and row 0 is a row like any other; the ``paged`` ones take indices as vLLM means them, and
+index tensors longer than the batch.
 """
 
 from __future__ import annotations
@@ -14,36 +14,19 @@ from torch import Tensor
 NULL_BLOCK_ID = 0
 PAD_SLOT_ID = -1
 
-# 0-dimensional, so it combines with indices of any dtype and device, and several times cheaper than
-# a Python number, which is made a tensor in every call.
-_ONE = torch.ones((), dtype=torch.int32)
+_paged_recurrent = torch.ops.gdn.paged_recurrent.default
+_paged_recurrent_gated = torch.ops.gdn.paged_recurrent_gated.default
+_paged_decode_packed = torch.ops.gdn.paged_decode_packed.default
+_paged_short_conv = torch.ops.gdn.paged_short_conv.default
 
 
-def live_rows(pool: Tensor, indices: Tensor, N: int) -> tuple[Tensor, Tensor]:
-    """``(pool, indices)`` in which vLLM's null block and its negative rows are padding.
-
-    Args:
-        pool: ``[P, ...]``. indices: ``[>= N]`` or ``[>= N, S]``; entries beyond the N sequences of
-            the call (padding of a captured batch) are dropped.
-    """
-    if indices.shape[0] > N:
-        indices = indices[:N]
-    return pool[1:], torch.sub(indices, _ONE)
-
-
-def rows_without(
-    pool: Tensor, indices: Tensor | None, N: int, null_block_id: int | None, pad_slot_id: int | None
-) -> tuple[Tensor, Tensor | None]:
-    """:func:`live_rows` for functions that take the two padding numbers as arguments."""
-    if indices is None:
-        return pool, None
-    if null_block_id == NULL_BLOCK_ID and (pad_slot_id is None or pad_slot_id < 0):
-        return live_rows(pool, indices, N)
+def without(indices: Tensor, N: int, *numbers: int | None) -> Tensor:
+    """The first N indices, negative where they are one of the numbers (None: no number)."""
     indices = indices[:N]
-    for number in (null_block_id, pad_slot_id):
+    for number in numbers:
         if number is not None and number >= 0:
             indices = torch.where(indices == number, PAD_SLOT_ID, indices)
-    return pool, indices
+    return indices
 
 
 def activation_name(op: str, activation: bool | str | None) -> str:

@@ -22,12 +22,15 @@ from torch import Tensor
 from gdn_ops.compat._common import (
     NULL_BLOCK_ID,
     PAD_SLOT_ID,
+    _paged_decode_packed,
+    _paged_recurrent,
+    _paged_recurrent_gated,
+    _paged_short_conv,
     activation_name,
     check_softplus,
-    live_rows,
     refuse,
     refuse_given,
-    rows_without,
+    without,
 )
 from gdn_ops.ops.chunk import chunk
 from gdn_ops.ops.conv import _short_conv
@@ -92,33 +95,36 @@ def fused_recurrent_gated_delta_rule(
     """
     if beta is None:
         beta = torch.ones_like(g)
-    N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if not inplace_final_state:
         return _states_of_every_token(
             q, k, v, g, beta, scale, initial_state, cu_seqlens, ssm_state_indices,
-            num_accepted_tokens, use_qk_l2norm_in_kernel, N,
+            num_accepted_tokens, use_qk_l2norm_in_kernel,
         )  # fmt: skip
     if initial_state is None:
         raise ValueError(
             "fused_recurrent_gated_delta_rule: initial_state: expected the pool to write into "
             "(inplace_final_state=True), got None"
         )
-    pool, rows = initial_state, ssm_state_indices
-    if rows is not None:
-        pool, rows = live_rows(initial_state, rows, N)
-    o = _recurrent(
-        q, k, v, g, beta, pool, rows, None, cu_seqlens, num_accepted_tokens, scale,
-        use_qk_l2norm_in_kernel,
-    )  # fmt: skip
+    if ssm_state_indices is None:
+        o = _recurrent(
+            q, k, v, g, beta, initial_state, None, None, cu_seqlens, num_accepted_tokens, scale,
+            use_qk_l2norm_in_kernel,
+        )  # fmt: skip
+    else:
+        o = _paged_recurrent(
+            q, k, v, g, beta, initial_state, ssm_state_indices, cu_seqlens, num_accepted_tokens,
+            scale, use_qk_l2norm_in_kernel,
+        )  # fmt: skip
     return o, initial_state
 
 
 def _states_of_every_token(
-    q, k, v, g, beta, scale, initial_state, cu_seqlens, indices, num_accepted, qk_l2norm, N
+    q, k, v, g, beta, scale, initial_state, cu_seqlens, indices, num_accepted, qk_l2norm
 ):
     """A pool with a row a token: the first token's row of a sequence holds its initial state, and
     the speculative form of ``recurrent`` leaves the state after token j in row j."""
     total, T = q.shape[0] * q.shape[1], q.shape[1]
+    N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     dtype = torch.float32 if initial_state is None else initial_state.dtype
     states = v.new_zeros((total, v.shape[2], v.shape[3], q.shape[3]), dtype=dtype)
     if cu_seqlens is None:
@@ -180,10 +186,8 @@ def fused_sigmoid_gating_delta_rule_update(
         check_softplus(op, beta, threshold)
     if is_kda:
         refuse(op, "is_kda", is_kda, "per-channel decay is another recurrence")
-    if a.dim() == 2:
-        a, b = (a[None], b[None]) if q.shape[0] == 1 else (a.view(v.shape[:3]), b.view(v.shape[:3]))
     if not inplace_final_state:
-        g, write = _gating(a, b, A_log, dt_bias)
+        g, write = _gating(a.view(v.shape[:3]), b.view(v.shape[:3]), A_log, dt_bias)
         return fused_recurrent_gated_delta_rule(
             q, k, v, g, write, scale, initial_state, False, cu_seqlens, ssm_state_indices,
             num_accepted_tokens, use_qk_l2norm_in_kernel,
@@ -193,14 +197,16 @@ def fused_sigmoid_gating_delta_rule_update(
             f"{op}: initial_state: expected the pool to write into (inplace_final_state=True), "
             "got None"
         )
-    pool, rows = initial_state, ssm_state_indices
-    if rows is not None:
-        N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        pool, rows = live_rows(initial_state, rows, N)
-    o = _recurrent_gated(
-        q, k, v, a, b, A_log, dt_bias, pool, rows, None, cu_seqlens, num_accepted_tokens, scale,
-        use_qk_l2norm_in_kernel,
-    )  # fmt: skip
+    if ssm_state_indices is None:
+        o = _recurrent_gated(
+            q, k, v, a.view(v.shape[:3]), b.view(v.shape[:3]), A_log, dt_bias, initial_state, None,
+            None, cu_seqlens, num_accepted_tokens, scale, use_qk_l2norm_in_kernel,
+        )  # fmt: skip
+    else:
+        o = _paged_recurrent_gated(
+            q, k, v, a, b, A_log, dt_bias, initial_state, ssm_state_indices, cu_seqlens,
+            num_accepted_tokens, scale, use_qk_l2norm_in_kernel,
+        )  # fmt: skip
     return o, initial_state
 
 
@@ -228,43 +234,14 @@ def fused_recurrent_gated_delta_rule_packed_decode(
         ``(out, initial_state)``, the tensors that were passed.
 
     Raises:
-        ValueError: mixed_qkv does not divide into heads of the pool's sizes.
-        RuntimeError: as :func:`gdn_ops.recurrent_gated`.
+        RuntimeError: mixed_qkv does not divide into heads of the pool's sizes; otherwise as
+            :func:`gdn_ops.recurrent_gated`.
     """
-    B, C = mixed_qkv.shape
-    _, HV, V, K = initial_state.shape
-    qk = (C - HV * V) // 2
-    H = qk // K
-    if H < 1 or H * K * 2 + HV * V != C:
-        raise ValueError(
-            "fused_recurrent_gated_delta_rule_packed_decode: mixed_qkv: expected 2*H*K + HV*V "
-            f"columns with HV, V, K = {HV}, {V}, {K}, got {C}"
-        )
-    row, step = mixed_qkv.stride()
-    start = mixed_qkv.storage_offset()
-    q = mixed_qkv.as_strided((B, 1, H, K), (row, row, K * step, step), start)
-    k = mixed_qkv.as_strided((B, 1, H, K), (row, row, K * step, step), start + qk * step)
-    v = mixed_qkv.as_strided((B, 1, HV, V), (row, row, V * step, step), start + 2 * qk * step)
-    pool, rows = live_rows(initial_state, ssm_state_indices, B)
-    out.copy_(
-        _recurrent_gated(
-            q,
-            k,
-            v,
-            a.unsqueeze(1),
-            b.unsqueeze(1),
-            A_log,
-            dt_bias,
-            pool,
-            rows,
-            None,
-            None,
-            None,
-            scale,
-            use_qk_l2norm_in_kernel,
-        )  # fmt: skip
-    )
-    return out, initial_state
+    o = _paged_decode_packed(
+        mixed_qkv, a, b, A_log, dt_bias, initial_state, ssm_state_indices, scale,
+        use_qk_l2norm_in_kernel,
+    )  # fmt: skip
+    return out.copy_(o), initial_state
 
 
 def chunk_gated_delta_rule(
@@ -412,22 +389,37 @@ def causal_conv1d_fn(
         RuntimeError: as :func:`gdn_ops.short_conv`.
     """
     op = "causal_conv1d_fn"
-    refuse_given(
-        op,
-        _NO_BLOCK_ALIGNED_STATES,
-        block_idx_first_scheduled_token=block_idx_first_scheduled_token,
-        block_idx_last_scheduled_token=block_idx_last_scheduled_token,
-        initial_state_idx=initial_state_idx,
-        num_computed_tokens=num_computed_tokens,
-        block_size_to_align=block_size_to_align or None,
-    )
-    N = query_start_loc.shape[0] - 1
-    pool, rows = rows_without(conv_states, cache_indices, N, null_block_id, pad_slot_id)
+    if (
+        block_idx_first_scheduled_token is not None
+        or block_idx_last_scheduled_token is not None
+        or initial_state_idx is not None
+        or num_computed_tokens is not None
+        or block_size_to_align
+    ):
+        refuse_given(
+            op,
+            _NO_BLOCK_ALIGNED_STATES,
+            block_idx_first_scheduled_token=block_idx_first_scheduled_token,
+            block_idx_last_scheduled_token=block_idx_last_scheduled_token,
+            initial_state_idx=initial_state_idx,
+            num_computed_tokens=num_computed_tokens,
+            block_size_to_align=block_size_to_align or None,
+        )
     if has_initial_state is None:
+        N = query_start_loc.shape[0] - 1
         has_initial_state = torch.zeros(N, dtype=torch.bool, device=x.device)
+    activation = activation_name(op, activation)
+    if cache_indices is not None and null_block_id == NULL_BLOCK_ID and pad_slot_id < 0:
+        return _paged_short_conv(
+            x, weight, bias, conv_states, cache_indices, has_initial_state, query_start_loc, None,
+            activation, True,
+        )  # fmt: skip
+    rows = cache_indices
+    if rows is not None:
+        rows = without(rows, query_start_loc.shape[0] - 1, null_block_id, pad_slot_id)
     y = _short_conv(
-        x.t()[None], weight, bias, pool, rows, has_initial_state, query_start_loc, None,
-        activation_name(op, activation), True,
+        x.t()[None], weight, bias, conv_states, rows, has_initial_state, query_start_loc, None,
+        activation, True,
     )  # fmt: skip
     return y[0].t()
 
@@ -485,25 +477,29 @@ def causal_conv1d_update(
     if cache_seqlens is not None:
         refuse_given(op, "the state is no ring buffer", cache_seqlens=cache_seqlens)
     activation = activation_name(op, activation)
-    if conv_state_indices is not None and conv_state_indices.dim() == 2:
-        conv_state_indices = conv_state_indices[:, 0]
-    if query_start_loc is not None:
-        wide, N = x[None], query_start_loc.shape[0] - 1
-        if conv_state_indices is not None and conv_state_indices.shape[0] < N:
+    if query_start_loc is not None and conv_state_indices is not None:
+        N = conv_state_indices.shape[0]
+        if query_start_loc.shape[0] - 1 > N:
             # vLLM's kernel runs one program an index: further offsets are of no sequence.
-            N = conv_state_indices.shape[0]
             query_start_loc = query_start_loc[: N + 1]
-    else:
-        wide, N = (x.unsqueeze(1) if x.dim() == 2 else x.transpose(1, 2)), x.shape[0]
-    pool, rows = rows_without(conv_state, conv_state_indices, N, null_block_id, pad_slot_id)
+    if (
+        conv_state_indices is not None
+        and null_block_id == NULL_BLOCK_ID
+        and pad_slot_id in (-1, None)
+    ):
+        y = _paged_short_conv(
+            x, weight, bias, conv_state, conv_state_indices, None, query_start_loc,
+            num_accepted_tokens, activation, query_start_loc is None,
+        )  # fmt: skip
+        return y if out is None else out.copy_(y)
+    rows = conv_state_indices
+    wide = x[None] if query_start_loc is not None else x.view(x.shape[0], x.shape[1], -1).mT
+    if rows is not None:
+        N = x.shape[0] if query_start_loc is None else query_start_loc.shape[0] - 1
+        rows = without(rows if rows.dim() == 1 else rows[:, 0], N, null_block_id, pad_slot_id)
     y = _short_conv(
-        wide, weight, bias, pool, rows, None, query_start_loc, num_accepted_tokens, activation,
-        True,
+        wide, weight, bias, conv_state, rows, None, query_start_loc, num_accepted_tokens,
+        activation, True,
     )  # fmt: skip
-    if query_start_loc is not None:
-        y = y[0]
-    elif x.dim() == 2:
-        y = y.squeeze(1)
-    else:
-        y = y.transpose(1, 2)
+    y = (y[0] if query_start_loc is not None else y.mT).reshape(x.shape)
     return y if out is None else out.copy_(y)

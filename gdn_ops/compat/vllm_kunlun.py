@@ -16,7 +16,14 @@ import torch
 from torch import Tensor
 
 from gdn_ops.compat import vllm
-from gdn_ops.compat._common import PAD_SLOT_ID, check_softplus, refuse, refuse_given
+from gdn_ops.compat._common import (
+    PAD_SLOT_ID,
+    _paged_short_conv,
+    activation_name,
+    check_softplus,
+    refuse,
+    refuse_given,
+)
 from gdn_ops.compat.vllm import fused_recurrent_gated_delta_rule
 from gdn_ops.ops.gates import _gating
 
@@ -110,9 +117,15 @@ def causal_conv1d_fn(
     for name, value in (("query_start_loc", query_start_loc), ("conv_states", conv_states)):
         if value is None:
             raise ValueError(f"{op}: {name}: expected a tensor, got None")
+    states = conv_states.transpose(1, 2)
+    if cache_indices is not None and has_initial_state is not None and pad_slot_id < 0:
+        return _paged_short_conv(
+            x, weight, bias, states, cache_indices, has_initial_state, query_start_loc, None,
+            activation_name(op, activation),
+        )  # fmt: skip
     return vllm.causal_conv1d_fn(
-        x.t(), weight, bias, conv_states.transpose(1, 2), query_start_loc, cache_indices,
-        has_initial_state, activation, pad_slot_id,
+        x.t(), weight, bias, states, query_start_loc, cache_indices, has_initial_state, activation,
+        pad_slot_id,
     ).t()  # fmt: skip
 
 
@@ -153,6 +166,12 @@ def causal_conv1d_update(
     if cache_seqlens is not None:
         refuse_given(op, "the state is no ring buffer", cache_seqlens=cache_seqlens)
     state = conv_state.transpose(1, 2)
+    one_token = num_accepted_tokens is None and query_start_loc is None
+    if one_token and conv_state_indices is not None and pad_slot_id < 0:
+        return _paged_short_conv(
+            x, weight, bias, state, conv_state_indices, None, None, None,
+            activation_name(op, activation),
+        )  # fmt: skip
     if num_accepted_tokens is None or query_start_loc is not None:
         return vllm.causal_conv1d_update(
             x, state, weight, bias, activation, conv_state_indices, num_accepted_tokens,
