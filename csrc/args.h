@@ -98,6 +98,7 @@ struct RecurrentArgs {
   Window window;    // fill null in the full form
   float scale = 1.f;
   bool l2norm = false;
+  bool fast = false;  // products of a 16-bit state may be made in 16 bits
 };
 
 // Chunked prefill. seqs.state_indices are the rows of `read`; rows of `write` are `write_indices`,

@@ -22,6 +22,9 @@ const Parallel& threads() {
   return p;
 }
 
+// Nowhere were 16-bit products measured to pay (docs/cpu.md), so `auto` is exact.
+bool fast_products() { return precision() == Precision::fast; }
+
 Tensor run_recurrent(const char* op, const Tensor& q, const Tensor& k, const Tensor& v,
                      const GateTensors& gates, Tensor& state, const SeqTensors& seq,
                      std::optional<double> scale, bool qk_l2norm) {
@@ -29,6 +32,7 @@ Tensor run_recurrent(const char* op, const Tensor& q, const Tensor& k, const Ten
   check_values(op, a.seqs);
   Tensor out = new_output(v, v.sizes());
   a.out = view_of(out, a.V);
+  a.fast = fast_products();
   kernels().recurrent(a, threads());
   return out;
 }
@@ -155,6 +159,7 @@ Tensor decode(const Tensor& projected, const Tensor& conv_weight, const OptTenso
   const RecurrentArgs& r = d.recurrent;
   Tensor y = new_output(projected, {projected.size(0), projected.size(1), r.HV * r.V});
   d.recurrent.out = view_of(y, r.V);
+  d.recurrent.fast = fast_products();
   kernels().decode(d, threads());
   return y;
 }

@@ -97,73 +97,124 @@ static ConvWindow conv_window(const ConvArgs& a, const Sequence& seq) {
   return {seq.accepted - 1, taps, taps - 1 + T, 1, seq.accepted - 1};
 }
 
-// The update of a decode step: four taps, one token, a row of three or four live columns that
-// shifts by one. Everything stays in registers from the old columns to the new; y goes in as the
-// token and comes out as the result.
+// --- the update of a decode step: four taps, one token, a row of three or four live columns that
+// shifts by one, in registers from the old columns to the new
+
+// `rows`: the columns of a channel are neighbours, as Hugging Face keeps them.
 enum class ConvLayout { columns, rows, strided };
 
 template <int kColumns, ConvLayout layout, class ST>
-static void conv_update(const ConvArgs& a, const Taps& taps, int64_t c_taps, int64_t n, ST* state,
-                        float* y) {
-  const int64_t s_c = a.state.s_c, s_l = a.state.s_l;
-  const bool silu_on = a.silu;
-  for (int64_t i = 0; i < n; i += kLanes) {
-    ST* p = state + i * s_c;
-    F x[kColumns + 1];
+GDN_INLINE void load_history(const ST* p, int64_t s_c, int64_t s_l, F* x) {
+  if constexpr (layout == ConvLayout::rows && kColumns == 3) return load_columns3(p, x);
 #pragma GCC unroll 4
-    for (int j = 0; j < kColumns; ++j) {
-      if constexpr (layout == ConvLayout::columns) {
-        x[j] = load(p + j * s_l);
-      } else if constexpr (layout == ConvLayout::rows) {
-        x[j] = load(p + j * kLanes);
-      } else {
-        float tmp[kLanes];
-        for (int lane = 0; lane < kLanes; ++lane) tmp[lane] = to_float(p[lane * s_c + j * s_l]);
-        x[j] = load(tmp);
-      }
+  for (int j = 0; j < kColumns; ++j) {
+    if constexpr (layout == ConvLayout::columns) {
+      x[j] = load(p + j * s_l);
+    } else if constexpr (layout == ConvLayout::rows) {
+      x[j] = load(p + j * kLanes);
+    } else {
+      float tmp[kLanes];
+      for (int lane = 0; lane < kLanes; ++lane) tmp[lane] = to_float(p[lane * s_c + j * s_l]);
+      x[j] = load(tmp);
     }
-    if constexpr (layout == ConvLayout::rows) rows_to_columns4(x);
-    x[kColumns] = load(y + i);
-    F acc = load(taps.bias + c_taps + i);
+  }
+  if constexpr (layout == ConvLayout::rows) rows_to_columns4(x);
+}
+
+// x: the old columns and the new one.
+template <int kColumns, ConvLayout layout, class ST>
+GDN_INLINE void roll_history(ST* p, int64_t s_c, int64_t s_l, F* x) {
+  if constexpr (layout == ConvLayout::rows && kColumns == 3) return roll_columns3(p, x, x[3]);
+  if constexpr (layout == ConvLayout::rows) columns4_to_rows(x + 1);
 #pragma GCC unroll 4
-    for (int w = 0; w < 4; ++w) {
-      acc = fma(load(&taps.w[w][c_taps + i]), x[kColumns - 3 + w], acc);
-    }
-    store(y + i, silu_on ? silu(acc) : acc);
-    if constexpr (layout == ConvLayout::rows) columns4_to_rows(x + 1);
-#pragma GCC unroll 4
-    for (int j = 0; j < kColumns; ++j) {
-      if constexpr (layout == ConvLayout::columns) {
-        store(p + j * s_l, x[j + 1]);
-      } else if constexpr (layout == ConvLayout::rows) {
-        store(p + j * kLanes, x[j + 1]);
-      } else {
-        float tmp[kLanes];
-        store(tmp, x[j + 1]);
-        for (int lane = 0; lane < kLanes; ++lane) {
-          p[lane * s_c + j * s_l] = from_float<ST>(tmp[lane]);
-        }
+  for (int j = 0; j < kColumns; ++j) {
+    if constexpr (layout == ConvLayout::columns) {
+      store(p + j * s_l, x[j + 1]);
+    } else if constexpr (layout == ConvLayout::rows) {
+      store(p + j * kLanes, x[j + 1]);
+    } else {
+      float tmp[kLanes];
+      store(tmp, x[j + 1]);
+      for (int lane = 0; lane < kLanes; ++lane) {
+        p[lane * s_c + j * s_l] = from_float<ST>(tmp[lane]);
       }
     }
   }
 }
 
-template <class ST>
-static void conv_update(const ConvArgs& a, int64_t columns, const Taps& taps, int64_t c_taps,
-                        int64_t n, ST* state, float* y) {
-  if (a.state.s_c == 1) {
-    columns == 3 ? conv_update<3, ConvLayout::columns>(a, taps, c_taps, n, state, y)
-                 : conv_update<4, ConvLayout::columns>(a, taps, c_taps, n, state, y);
-  } else if (columns == 4 && a.state.s_l == 1 && a.state.s_c == 4) {
-    conv_update<4, ConvLayout::rows>(a, taps, c_taps, n, state, y);
-  } else {
-    columns == 3 ? conv_update<3, ConvLayout::strided>(a, taps, c_taps, n, state, y)
-                 : conv_update<4, ConvLayout::strided>(a, taps, c_taps, n, state, y);
+// Bytes ahead in a row of channels that are asked for: the hardware stops at every page.
+constexpr int64_t kConvAhead = 2048;
+constexpr int kConvVectors = 4;  // registers of channels whose activation is computed side by side
+
+// J registers of channels: `token` in, `y` out (which may be the same memory).
+template <int J, int kColumns, ConvLayout layout, class ST, class XT, class YT>
+GDN_INLINE void conv_update_vectors(const ConvArgs& a, const float* bias, const float* w, ST* p,
+                                    const XT* token, YT* y) {
+  const int64_t s_c = a.state.s_c, s_l = a.state.s_l;
+  F acc[J];
+  if constexpr (layout == ConvLayout::rows) {
+    const char* ahead = reinterpret_cast<const char*>(p) + kConvAhead;
+#pragma GCC unroll 8
+    for (size_t line = 0; line < J * kColumns * kLanes * sizeof(ST); line += 64) {
+      prefetch(ahead + line);
+    }
   }
+#pragma GCC unroll 4
+  for (int v = 0; v < J; ++v) {
+    const int64_t i = v * kLanes;
+    F x[kColumns + 1];
+    load_history<kColumns, layout>(p + i * s_c, s_c, s_l, x);
+    x[kColumns] = load(token + i);
+    acc[v] = load(bias + i);
+#pragma GCC unroll 4
+    for (int t = 0; t < 4; ++t) {
+      acc[v] = fma(load(w + t * kConvBlock + i), x[kColumns - 3 + t], acc[v]);
+    }
+    roll_history<kColumns, layout>(p + i * s_c, s_c, s_l, x);
+  }
+  if (a.silu) silu<J>(acc);
+  if constexpr (J % 2 == 0) {
+#pragma GCC unroll 4
+    for (int v = 0; v < J; v += 2) store2(y + v * kLanes, acc[v], acc[v + 1]);
+  } else {
+    store(y, acc[0]);
+  }
+}
+
+template <int kColumns, ConvLayout layout, class ST, class XT, class YT>
+static void conv_update(const ConvArgs& a, const Taps& taps, int64_t c_taps, int64_t n, ST* state,
+                        const XT* token, YT* y) {
+  const float *bias = taps.bias + c_taps, *w = &taps.w[0][c_taps];
+  const int64_t s_c = a.state.s_c;
+  int64_t i = 0;
+  for (; i + kConvVectors * kLanes <= n; i += kConvVectors * kLanes) {
+    conv_update_vectors<kConvVectors, kColumns, layout>(a, bias + i, w + i, state + i * s_c,
+                                                        token + i, y + i);
+  }
+  for (; i < n; i += kLanes) {
+    conv_update_vectors<1, kColumns, layout>(a, bias + i, w + i, state + i * s_c, token + i, y + i);
+  }
+}
+
+template <class ST, class XT, class YT>
+static void conv_update(const ConvArgs& a, int64_t columns, const Taps& taps, int64_t c_taps,
+                        int64_t n, ST* state, const XT* token, YT* y) {
+  auto run = [&](auto count) {
+    constexpr int kColumns = decltype(count)::value;
+    if (a.state.s_c == 1) {
+      conv_update<kColumns, ConvLayout::columns>(a, taps, c_taps, n, state, token, y);
+    } else if (a.state.s_l == 1 && a.state.s_c == kColumns) {
+      conv_update<kColumns, ConvLayout::rows>(a, taps, c_taps, n, state, token, y);
+    } else {
+      conv_update<kColumns, ConvLayout::strided>(a, taps, c_taps, n, state, token, y);
+    }
+  };
+  columns == 3 ? run(std::integral_constant<int, 3>()) : run(std::integral_constant<int, 4>());
 }
 
 // n <= kConvBlock channels of one live sequence at once. sink(t, c, n, y) takes the outputs (f32,
-// may be changed, readable to padded(n)) of token t; c counts from channel 0 of the tensor.
+// may be changed, readable to padded(n)) of token t; c counts from channel 0 of the tensor. An
+// update that may write a.y (short_conv) does so itself where no conversion stands between.
 template <class ST, class Sink>
 GDN_INLINE void conv_strip(const ConvArgs& a, const Sequence& seq, const Taps& taps, int64_t c_taps,
                            int64_t c, int64_t n, Sink sink) {
@@ -173,11 +224,21 @@ GDN_INLINE void conv_strip(const ConvArgs& a, const Sequence& seq, const Taps& t
   const View x = from_column(a.x, c);
   if (a.state.ptr && a.W == 4 && seq.end - seq.start == 1 && !seq.fresh && n % kLanes == 0 &&
       win.first == 0 && win.kept == win.old && (win.old == 3 || win.old == 4)) {
-    alignas(64) float token[kConvBlock];
-    load_row(x, seq.b, seq.start, 0, n, token);
+    alignas(64) float y[kConvBlock];
     ST* row = static_cast<ST*>(a.state.ptr) + seq.row * a.state.s_p + c * a.state.s_c;
-    conv_update(a, win.old, taps, c_taps, n, row, token);
-    sink(seq.start, c, n, token);
+    if (x.dtype == kDTypeOf<ST> && x.sd == 1) {
+      const ST* token = element<ST>(x, seq.b, seq.start, 0);
+      if (a.y.ptr && a.y.dtype == x.dtype) {
+        conv_update(a, win.old, taps, c_taps, n, row, token,
+                    const_cast<ST*>(element<ST>(a.y, seq.b, seq.start, 0)) + c);
+        return;
+      }
+      conv_update(a, win.old, taps, c_taps, n, row, token, y);
+    } else {
+      load_row(x, seq.b, seq.start, 0, n, y);
+      conv_update(a, win.old, taps, c_taps, n, row, y, y);
+    }
+    sink(seq.start, c, n, y);
     return;
   }
   // window: `back` rows of history, then up to kConvTokens rows of tokens
@@ -285,19 +346,17 @@ static void short_conv_block(const ConvArgs& a, int64_t index, int64_t c, int64_
                 });
 }
 
-static void short_conv(const ConvArgs& a, const Parallel& parallel) {
-  const int64_t blocks = (a.C + kConvBlock - 1) / kConvBlock;
-  auto channels = [&](int64_t block) {
-    return a.C - block * kConvBlock < kConvBlock ? a.C - block * kConvBlock : kConvBlock;
-  };
+// step(n, block, taps) over every sequence and block of channels; prepare(block, taps) makes a
+// block's taps.
+template <class Prepare, class Step>
+static void over_blocks(const ConvArgs& a, int64_t blocks, const Parallel& parallel,
+                        Prepare prepare, Step step) {
   if (a.seqs.N <= kConvGroup) {
     auto body = [&](int64_t begin, int64_t end) {
       Taps taps;
       for (int64_t block = begin; block < end; ++block) {
-        load_taps(a, block * kConvBlock, channels(block), taps);
-        for (int64_t n = 0; n < a.seqs.N; ++n) {
-          short_conv_block(a, n, block * kConvBlock, channels(block), taps);
-        }
+        prepare(block, taps);
+        for (int64_t n = 0; n < a.seqs.N; ++n) step(n, block, taps);
       }
     };
     parallel_for(parallel, a.seqs.N > 0 ? blocks : 0, body);
@@ -307,65 +366,93 @@ static void short_conv(const ConvArgs& a, const Parallel& parallel) {
   // other from its first channel to its last, because short pieces of many rows would wait for
   // memory.
   Taps* all = static_cast<Taps*>(std::aligned_alloc(64, sizeof(Taps) * blocks));
-  auto prepare = [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) load_taps(a, i * kConvBlock, channels(i), all[i]);
+  auto prepare_all = [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) prepare(i, all[i]);
   };
-  parallel_for(parallel, blocks, prepare);
+  parallel_for(parallel, blocks, prepare_all);
   auto body = [&](int64_t begin, int64_t end) {
     for (int64_t task = begin; task < end; ++task) {
-      const int64_t block = task % blocks;
-      short_conv_block(a, task / blocks, block * kConvBlock, channels(block), all[block]);
+      step(task / blocks, task % blocks, all[task % blocks]);
     }
   };
   parallel_for(parallel, a.seqs.N * blocks, body);
   std::free(all);
 }
 
-// conv + split + gates (+ l2norm): a task is one head's channels (query, key or value head) and a
-// group of sequences; the gates ride along with the value heads.
-static void conv_gating(const ConvGatingArgs& a, const Parallel& parallel) {
-  const int64_t heads = 2 * a.H + a.HV;
-  const int64_t groups = (a.conv.seqs.N + kConvGroup - 1) / kConvGroup;
-  auto body = [&](int64_t begin, int64_t end) {
-    Taps taps;
-    alignas(64) float row[kMaxRow];
-    int64_t loaded = -1;
-    for (int64_t task = begin; task < end; ++task) {
-      const int64_t head = task / groups;
-      const bool is_value = head >= 2 * a.H;
-      const bool is_key = head >= a.H && !is_value;
-      const int64_t h = is_value ? head - 2 * a.H : head % a.H;
-      const int64_t n_channels = is_value ? a.V : a.K;
-      const int64_t c = is_value ? 2 * a.H * a.K + h * a.V : head * a.K;
-      const View& out = is_value ? a.v : is_key ? a.k : a.q;
-      if (loaded != head) {
-        load_taps(a.conv, c, n_channels, taps);
-        loaded = head;
-      }
-      const int64_t first = task % groups * kConvGroup;
-      const int64_t last = first + kConvGroup < a.conv.seqs.N ? first + kConvGroup : a.conv.seqs.N;
-      for (int64_t n = first; n < last; ++n) {
-        const Sequence seq = sequence_of(a.conv.seqs, n, 0);
-        for (int64_t t = seq.start; t < seq.end && is_value; ++t) {
-          const int64_t i = (seq.b * a.conv.seqs.T + t) * a.HV + h;
-          const RawGates gates = raw_gates(a.gates, seq.b, t, h);
-          a.g[i] = seq.row < 0 ? 0.f : gates.g;
-          a.beta[i] = seq.row < 0 ? 0.f : gates.beta;
-        }
-        if (seq.row < 0) {
-          std::memset(row, 0, sizeof row);
-          for (int64_t t = seq.start; t < seq.end; ++t)
-            store_row(out, seq.b, t, h, 0, n_channels, row);
-          continue;
-        }
-        if (seq.end <= seq.start) continue;
-        conv_channels(a.conv, seq, taps, c, n_channels, n_channels,
-                      [&](int64_t t, int64_t, int64_t n_row, float* y) {
-                        if (a.l2norm && !is_value) l2_normalise(y, n_row);
-                        store_row(out, seq.b, t, h, 0, n_row, y);
-                      });
-      }
-    }
+static void short_conv(const ConvArgs& a, const Parallel& parallel) {
+  auto channels = [&](int64_t block) {
+    return a.C - block * kConvBlock < kConvBlock ? a.C - block * kConvBlock : kConvBlock;
   };
-  parallel_for(parallel, heads * groups, body);
+  over_blocks(
+      a, (a.C + kConvBlock - 1) / kConvBlock, parallel,
+      [&](int64_t block, Taps& taps) { load_taps(a, block * kConvBlock, channels(block), taps); },
+      [&](int64_t n, int64_t block, const Taps& taps) {
+        short_conv_block(a, n, block * kConvBlock, channels(block), taps);
+      });
+}
+
+// conv + split + gates (+ l2norm). A task is a sequence and a block: as many whole heads of one
+// kind as kConvBlock channels hold, so that a sequence's row is walked in memory order and its taps
+// are made once.
+static void conv_gating(const ConvGatingArgs& a, const Parallel& parallel) {
+  GatingArgs gates;
+  gates.rows_b = a.conv.seqs.B;
+  gates.rows_t = a.conv.seqs.T;
+  gates.HV = a.HV;
+  gates.a = a.gates.g;
+  gates.b = a.gates.beta;
+  gates.A_log = a.gates.A_log;
+  gates.dt_bias = a.gates.dt_bias;
+  gates.g = a.g;
+  gates.beta = a.beta;
+  gating(gates, parallel);
+
+  struct Block {
+    const View* out;
+    int64_t head, heads, dim, channel;
+    bool normalise;
+  };
+  const int64_t k_heads = kConvBlock / a.K, v_heads = kConvBlock / a.V;
+  const int64_t k_blocks = (a.H + k_heads - 1) / k_heads, v_blocks = (a.HV + v_heads - 1) / v_heads;
+  const int64_t blocks = 2 * k_blocks + v_blocks;
+  auto block_of = [&](int64_t i) {
+    const bool is_value = i >= 2 * k_blocks, is_key = i >= k_blocks && !is_value;
+    Block b;
+    b.dim = is_value ? a.V : a.K;
+    b.head = is_value ? (i - 2 * k_blocks) * v_heads : i % k_blocks * k_heads;
+    const int64_t left = (is_value ? a.HV : a.H) - b.head, most = is_value ? v_heads : k_heads;
+    b.heads = left < most ? left : most;
+    b.out = is_value ? &a.v : is_key ? &a.k : &a.q;
+    b.channel = (is_value ? 2 * a.H * a.K : is_key ? a.H * a.K : 0) + b.head * b.dim;
+    b.normalise = a.l2norm && !is_value;
+    return b;
+  };
+  auto step = [&](int64_t n, const Block& b, const Taps& taps) {
+    const Sequence seq = sequence_of(a.conv.seqs, n, 0);
+    if (seq.row < 0) {
+      const float zeros[kMaxRow] = {};
+      for (int64_t t = seq.start; t < seq.end; ++t) {
+        for (int64_t h = b.head; h < b.head + b.heads; ++h) {
+          store_row(*b.out, seq.b, t, h, 0, b.dim, zeros);
+          if (b.out != &a.v) continue;
+          const int64_t i = (seq.b * a.conv.seqs.T + t) * a.HV + h;
+          a.g[i] = a.beta[i] = 0.f;
+        }
+      }
+      return;
+    }
+    if (seq.end <= seq.start) return;
+    conv_channels(a.conv, seq, taps, b.channel, b.heads * b.dim, b.dim,
+                  [&](int64_t t, int64_t c, int64_t n_row, float* y) {
+                    if (b.normalise) l2_normalise(y, n_row);
+                    store_row(*b.out, seq.b, t, b.head + (c - b.channel) / b.dim, 0, n_row, y);
+                  });
+  };
+  over_blocks(
+      a.conv, blocks, parallel,
+      [&](int64_t i, Taps& taps) {
+        const Block b = block_of(i);
+        load_taps(a.conv, b.channel, b.heads * b.dim, taps);
+      },
+      [&](int64_t n, int64_t i, const Taps& taps) { step(n, block_of(i), taps); });
 }

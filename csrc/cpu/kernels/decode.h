@@ -24,7 +24,9 @@ struct DecodeHead {
     };
     run(hk * K, K, [&](int64_t j) { return kq[j].q; });
     run((H + hk) * K, K, [&](int64_t j) { return kq[j].k; });
-    for (int64_t j = 0; j < T; ++j) finish_key_query(kq[j], K, a.front.l2norm);
+    for (int64_t j = 0; j < T; ++j) {
+      finish_key_query(kq[j], K, a.front.l2norm, a.recurrent.fast);
+    }
     for (int64_t i = 0; i < ratio; ++i) {
       run(2 * H * K + (hk * ratio + i) * V, V,
           [&](int64_t j) { return v + (i * T + j) * kMaxRow; });

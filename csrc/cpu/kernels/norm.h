@@ -21,11 +21,20 @@ static void norm_row(float* x, const float* gate, const float* weight, int64_t V
                      DType round_normed, DType round_weighted) {
   const float mean = dot(x, x, V) / static_cast<float>(V);
   const F r = broadcast(1.f / __builtin_sqrtf(mean + eps));
-  for (int64_t i = 0; i < V; i += kLanes) {
-    const F normed = rounded(load(x + i) * r, round_normed);
-    const F weighted = rounded(load(weight + i) * normed, round_weighted);
-    store(x + i, weighted * silu(load(gate + i)));
-  }
+  auto registers = [&](int64_t i, auto count) {
+    constexpr int J = decltype(count)::value;
+    F g[J];
+    each<J>([&](int j) { g[j] = load(gate + i + j * kLanes); });
+    silu<J>(g);
+    each<J>([&](int j) {
+      float* p = x + i + j * kLanes;
+      const F normed = rounded(load(p) * r, round_normed);
+      store(p, rounded(load(weight + i + j * kLanes) * normed, round_weighted) * g[j]);
+    });
+  };
+  int64_t i = 0;
+  for (; i + 4 * kLanes <= V; i += 4 * kLanes) registers(i, std::integral_constant<int, 4>());
+  for (; i < V; i += kLanes) registers(i, std::integral_constant<int, 1>());
 }
 
 static void gated_rms_norm(const NormArgs& a, const Parallel& parallel) {

@@ -11,7 +11,8 @@
 // and the products of the next share a loop, and rows further ahead are prefetched. What was
 // measured is in docs/cpu.md.
 
-constexpr int64_t kPrefetchRows = 32;  // rows ahead of the products that are asked for, into L2
+constexpr int64_t kPrefetchRows = 32;  // rows ahead of the products that are asked for, into L2  //
+                                       // rows ahead of the products that are asked for, into L2
 constexpr int kRowBlock = 4;           // rows a step: 8 independent sums hide the FMA latency
 constexpr int kColumnVectors = 4;      // the same for the transposed pool
 constexpr int64_t kScratchRows = 16;   // rows held in f32 over the tokens of a call
@@ -51,30 +52,150 @@ GDN_INLINE void rewrite(T* S, int64_t s_v, F k, const F* u, F decay, Lanes lanes
   }
 }
 
-// From the products with the old rows: outputs, and u for the rewrite.
+// From the products with the old rows: outputs, and u for the rewrite. Four floats of v are read
+// and four of o written, whatever R.
 template <int R>
 GDN_INLINE void finish_rows(const RowSums<R>& sums, const TokenInput& x, const float* v, float* o,
                             F* u) {
-  float k_dot[4], q_dot[4];
+  F k_dot, q_dot;
   if constexpr (R == 4) {
-    sum4(sums.k, k_dot);
-    sum4(sums.q, q_dot);
+    k_dot = quad_sums(sums.k[0], sums.k[1], sums.k[2], sums.k[3]);
+    q_dot = quad_sums(sums.q[0], sums.q[1], sums.q[2], sums.q[3]);
   } else {
-    k_dot[0] = sum(sums.k[0]);
-    q_dot[0] = sum(sums.q[0]);
+    k_dot = quad_sums(sums.k[0], sums.k[R - 1], sums.q[0], sums.q[R - 1]);
+    q_dot = quad_swap(k_dot);
   }
+  const float gain = x.beta * x.decay;
+  const F e = fma(broadcast(-gain), k_dot, broadcast(x.beta) * load_quad(v));
+  store_quad(o, fma(broadcast(x.scale * x.kq->kq), e, broadcast(x.scale * x.decay) * q_dot));
+  u[0] = quad_broadcast<0>(e);
+  if constexpr (R > 1) u[1] = quad_broadcast<1>(e);
+  if constexpr (R > 2) {
+    u[2] = quad_broadcast<2>(e);
+    u[3] = quad_broadcast<3>(e);
+  }
+}
+
+// R rows of N registers each, held from the products to the rewrite: every element is loaded,
+// widened and stored once. Out-of-order execution overlaps the reduction of one block with the
+// next.
+template <int R, int N, class T>
+GDN_INLINE void step_held(T* S, int64_t s_v, const TokenInput& x, const float* v, float* o,
+                          const T* ahead) {
+  const float *k = x.kq->k, *q = x.kq->q;
+  F s[R][N];
+  constexpr int chains = N >= 8 ? 2 : 1;  // of additions, a product
+  RowSums<R> part[2] = {};
+#pragma GCC unroll 16
+  for (int i = 0; i < N; i += 2) {
+    const F k0 = load(k + i * kLanes), k1 = load(k + (i + 1) * kLanes);
+    const F q0 = load(q + i * kLanes), q1 = load(q + (i + 1) * kLanes);
 #pragma GCC unroll 4
-  for (int r = 0; r < R; ++r) {
-    const float e = x.beta * (v[r] - x.decay * k_dot[r]);
-    o[r] = x.scale * (x.decay * q_dot[r] + x.kq->kq * e);
-    u[r] = broadcast(e);
+    for (int r = 0; r < R; ++r) {
+      load2(S + r * s_v + i * kLanes, s[r][i], s[r][i + 1]);
+      RowSums<R>& second = part[chains - 1];
+      part[0].k[r] = fma(s[r][i], k0, part[0].k[r]);
+      part[0].q[r] = fma(s[r][i], q0, part[0].q[r]);
+      second.k[r] = fma(s[r][i + 1], k1, second.k[r]);
+      second.q[r] = fma(s[r][i + 1], q1, second.q[r]);
+#pragma GCC unroll 2
+      for (size_t line = 0; line < 2 * kLanes * sizeof(T); line += 64) {
+        prefetch_l2(reinterpret_cast<const char*>(ahead + (r * N + i) * kLanes) + line);
+      }
+    }
   }
+  if constexpr (chains == 2) {
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      part[0].k[r] = part[0].k[r] + part[1].k[r];
+      part[0].q[r] = part[0].q[r] + part[1].q[r];
+    }
+  }
+  F u[R];
+  finish_rows(part[0], x, v, o, u);
+  const F decay = broadcast(x.decay);
+#pragma GCC unroll 16
+  for (int i = 0; i < N; i += 2) {
+    const F k0 = load(k + i * kLanes), k1 = load(k + (i + 1) * kLanes);
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      store2(S + r * s_v + i * kLanes, fma(u[r], k0, decay * s[r][i]),
+             fma(u[r], k1, decay * s[r][i + 1]));
+    }
+  }
+}
+
+#if GDN_SIMD_AVX512BF16
+// The same with the products in bfloat16 (keys and queries rounded, sums in f32): four rows, and
+// the state is read again for the rewrite.
+template <int N>
+GDN_INLINE void step_fast(bf16_t* S, int64_t s_v, const TokenInput& x, const float* v, float* o,
+                          const bf16_t* ahead) {
+  RowSums<4> sums = {};
+#pragma GCC unroll 8
+  for (int i = 0; i < N; i += 2) {
+    const __m512bh k = (__m512bh)_mm512_load_si512(x.kq->k16 + i * kLanes);
+    const __m512bh q = (__m512bh)_mm512_load_si512(x.kq->q16 + i * kLanes);
+#pragma GCC unroll 4
+    for (int r = 0; r < 4; ++r) {
+      const __m512bh s = (__m512bh)_mm512_loadu_si512(S + r * s_v + i * kLanes);
+      sums.k[r] = _mm512_dpbf16_ps(sums.k[r], s, k);
+      sums.q[r] = _mm512_dpbf16_ps(sums.q[r], s, q);
+      prefetch_l2(ahead + (r * N + i) * kLanes);
+    }
+  }
+  F u[4];
+  finish_rows(sums, x, v, o, u);
+  const F decay = broadcast(x.decay);
+#pragma GCC unroll 8
+  for (int i = 0; i < N; i += 2) {
+    const F k0 = load(x.kq->k + i * kLanes), k1 = load(x.kq->k + (i + 1) * kLanes);
+#pragma GCC unroll 4
+    for (int r = 0; r < 4; ++r) {
+      bf16_t* p = S + r * s_v + i * kLanes;
+      F s0, s1;
+      load2(p, s0, s1);
+      store2(p, fma(u[r], k0, decay * s0), fma(u[r], k1, decay * s1));
+    }
+  }
+}
+#endif
+
+constexpr int kHeldRegisters = 16;  // of 32: the rest holds sums, k and q
+
+template <int N, class T>
+static void step_row_range_held(T* S, int64_t s_v, int64_t n, const TokenInput& x, const float* v,
+                                float* o, const T* next) {
+  constexpr int R = kHeldRegisters / N;
+  int64_t r = 0;
+  auto rows_ahead = [&] {
+    const int64_t target = r + kPrefetchRows;
+    return target < n ? S + target * s_v : next ? next + (target - n) * s_v : S + r * s_v;
+  };
+#if GDN_SIMD_AVX512BF16
+  if constexpr (std::is_same_v<T, bf16_t>) {
+    // Rows come in fours here whatever the split into tasks, so a row's path does not depend on it.
+    for (; x.kq->fast && r + 4 <= n; r += 4) {
+      step_fast<N>(S + r * s_v, s_v, x, v + r, o + r, rows_ahead());
+    }
+  }
+#endif
+  for (; r + R <= n; r += R) {
+    const T* ahead = rows_ahead();
+    step_held<R, N>(S + r * s_v, s_v, x, v + r, o + r, ahead);
+  }
+  for (; r < n; ++r) step_held<1, N>(S + r * s_v, s_v, x, v + r, o + r, S + r * s_v);
 }
 
 // Rows [0, n) of a head. `next`: the rows that follow in memory order of use, or null.
 template <class T>
 static void step_row_range(T* S, int64_t s_v, int64_t n, int64_t K, const TokenInput& x,
                            const float* v, float* o, const T* next) {
+  if constexpr (kLanes == 16) {
+    if (K == 128) return step_row_range_held<8>(S, s_v, n, x, v, o, next);
+    if (K == 64) return step_row_range_held<4>(S, s_v, n, x, v, o, next);
+    if (K == 256) return step_row_range_held<16>(S, s_v, n, x, v, o, next);
+  }
   const float *k = x.kq->k, *q = x.kq->q;
   const F decay = broadcast(x.decay);
   const int64_t whole = n / kRowBlock * kRowBlock;
@@ -134,21 +255,37 @@ struct ColumnSums {
 };
 
 template <int J, class T, class Lanes>
+GDN_INLINE void load_vectors(const T* S, F* s, Lanes lanes) {
+  if constexpr (J == 1) {
+    s[0] = load_lanes(S, lanes);
+  } else {
+#pragma GCC unroll 4
+    for (int j = 0; j < J; j += 2) load2(S + j * kLanes, s[j], s[j + 1]);
+  }
+}
+
+template <int J, class T, class Lanes>
 GDN_INLINE void add_column_products(const T* S, F k, F q, ColumnSums<J>& sums, Lanes lanes) {
+  F s[J];
+  load_vectors<J>(S, s, lanes);
 #pragma GCC unroll 4
   for (int j = 0; j < J; ++j) {
-    const F s = load_lanes(S + j * kLanes, lanes);
-    sums.k[j] = fma(s, k, sums.k[j]);
-    sums.q[j] = fma(s, q, sums.q[j]);
+    sums.k[j] = fma(s[j], k, sums.k[j]);
+    sums.q[j] = fma(s[j], q, sums.q[j]);
   }
 }
 
 template <int J, class T, class Lanes>
 GDN_INLINE void rewrite_columns(T* S, F k, const F* u, F decay, Lanes lanes) {
+  F s[J];
+  load_vectors<J>(S, s, lanes);
 #pragma GCC unroll 4
-  for (int j = 0; j < J; ++j) {
-    T* p = S + j * kLanes;
-    store_lanes(p, fma(u[j], k, decay * load_lanes(p, lanes)), lanes);
+  for (int j = 0; j < J; ++j) s[j] = fma(u[j], k, decay * s[j]);
+  if constexpr (J == 1) {
+    store_lanes(S, s[0], lanes);
+  } else {
+#pragma GCC unroll 4
+    for (int j = 0; j < J; j += 2) store2(S + j * kLanes, s[j], s[j + 1]);
   }
 }
 
@@ -185,7 +322,9 @@ template <class T>
 static void step_column_range(T* S, int64_t s_k, int64_t n, int64_t K, const TokenInput& x,
                               const float* v, float* o, const T* next) {
   constexpr std::integral_constant<int, kLanes> full;
-  constexpr int J = kColumnVectors;
+  // Two lines of a row at most: this block and the next then fit L1 at K = 128.
+  constexpr int lines = 128 / (kLanes * sizeof(T));
+  constexpr int J = lines < kColumnVectors ? lines : kColumnVectors;
   constexpr int64_t block = J * kLanes;
   const float *k = x.kq->k, *q = x.kq->q;
   const F decay = broadcast(x.decay);
@@ -381,7 +520,7 @@ static void recurrent_typed(const RecurrentArgs& a, const Parallel& parallel) {
         if (cached != key) {
           load_row(a.k, seq.b, t, hk, a.K, kq.k);
           load_row(a.q, seq.b, t, hk, a.K, kq.q);
-          finish_key_query(kq, a.K, a.l2norm);
+          finish_key_query(kq, a.K, a.l2norm, a.fast);
           cached = key;
         }
         load_row(from_column(a.v, first), seq.b, t, h, count, v);

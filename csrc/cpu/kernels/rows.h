@@ -1,6 +1,11 @@
 // Rows of activations in and out of float buffers, and the per-head scalars of a token.
 // Included inside the namespace of one instruction set, after vec.h.
 
+template <class T>
+constexpr DType kDTypeOf = std::is_same_v<T, float>    ? DType::f32
+                           : std::is_same_v<T, bf16_t> ? DType::bf16
+                                                       : DType::f16;
+
 constexpr int64_t padded(int64_t n) { return (n + kLanes - 1) / kLanes * kLanes; }
 constexpr int kMaxRow = kMaxHeadDim + 16;  // a row padded to any register
 
@@ -119,11 +124,20 @@ static TokenGates token_gates(const Gates& x, int64_t b, int64_t t, int64_t h) {
 struct alignas(64) KeyQuery {
   float k[kMaxRow], q[kMaxRow];
   float kq;
+  bool fast = false;  // products with the state from the copies below
+  alignas(64) bf16_t k16[kMaxRow], q16[kMaxRow];
 };
-static void finish_key_query(KeyQuery& x, int64_t K, bool l2norm) {
+static void finish_key_query(KeyQuery& x, int64_t K, bool l2norm, bool fast = false) {
   if (l2norm) {
     l2_normalise(x.k, K);
     l2_normalise(x.q, K);
   }
   x.kq = dot(x.k, x.q, K);
+  x.fast = fast;
+  if (fast) {
+    for (int64_t i = 0; i < K; i += kLanes) {
+      store(x.k16 + i, load(x.k + i));
+      store(x.q16 + i, load(x.q + i));
+    }
+  }
 }

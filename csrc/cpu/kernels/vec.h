@@ -71,10 +71,26 @@ GDN_INLINE F sqrt(F x) {
 #endif
 }
 
+GDN_INLINE F select(I32 mask, F yes, F no) { return mask ? yes : no; }
 // NaN in a is dropped by neither: comparisons are written so that a NaN operand survives.
-GDN_INLINE F select(I32 mask, F yes, F no) { return (F)((mask & (I32)yes) | (~mask & (I32)no)); }
-GDN_INLINE F max(F a, F b) { return select((I32)(a < b), b, a); }
-GDN_INLINE F min(F a, F b) { return select((I32)(a > b), b, a); }
+GDN_INLINE F max(F a, F b) {
+#if GDN_SIMD_AVX512
+  return _mm512_max_ps(b, a);
+#elif GDN_SIMD_AVX2
+  return _mm256_max_ps(b, a);
+#else
+  return select((I32)(a < b), b, a);
+#endif
+}
+GDN_INLINE F min(F a, F b) {
+#if GDN_SIMD_AVX512
+  return _mm512_min_ps(b, a);
+#elif GDN_SIMD_AVX2
+  return _mm256_min_ps(b, a);
+#else
+  return select((I32)(a > b), b, a);
+#endif
+}
 
 // Sum of the lanes, always in the same order.
 GDN_INLINE float sum(F x) {
@@ -112,6 +128,67 @@ GDN_INLINE void sum4(const F* x, float* out) {
   for (int i = 0; i < 4; ++i) out[i] = sum(x[i]);
 #endif
 }
+
+// --- groups of four lanes ("quads"): the sums of four registers in every quad, and the ways in and
+// out. One reduction then serves four rows, or two products of two, without a scalar in between.
+
+#if GDN_SIMD_AVX512
+#define GDN_QUAD(op, ...) _mm512_##op(__VA_ARGS__)
+#elif GDN_SIMD_AVX2
+#define GDN_QUAD(op, ...) _mm256_##op(__VA_ARGS__)
+#endif
+
+// Lane 4 i + r of the result is the sum of all lanes of the r-th register, always in the same
+// order.
+GDN_INLINE F quad_sums(F a, F b, F c, F d) {
+#if GDN_SIMD_AVX2 || GDN_SIMD_AVX512
+  const F ab = GDN_QUAD(unpacklo_ps, a, b) + GDN_QUAD(unpackhi_ps, a, b);
+  const F cd = GDN_QUAD(unpacklo_ps, c, d) + GDN_QUAD(unpackhi_ps, c, d);
+  F x = GDN_QUAD(shuffle_ps, ab, cd, 0x44) + GDN_QUAD(shuffle_ps, ab, cd, 0xee);
+#if GDN_SIMD_AVX512
+  x = x + _mm512_shuffle_f32x4(x, x, 0x4e);
+  return x + _mm512_shuffle_f32x4(x, x, 0xb1);
+#else
+  return x + _mm256_permute2f128_ps(x, x, 1);
+#endif
+#else
+  const F ab =
+      __builtin_shufflevector(a, b, 0, 4, 1, 5) + __builtin_shufflevector(a, b, 2, 6, 3, 7);
+  const F cd =
+      __builtin_shufflevector(c, d, 0, 4, 1, 5) + __builtin_shufflevector(c, d, 2, 6, 3, 7);
+  return __builtin_shufflevector(ab, cd, 0, 1, 4, 5) + __builtin_shufflevector(ab, cd, 2, 3, 6, 7);
+#endif
+}
+
+// Lane r of each quad in all four of its lanes.
+template <int r>
+GDN_INLINE F quad_broadcast(F x) {
+#if GDN_SIMD_AVX2 || GDN_SIMD_AVX512
+  return GDN_QUAD(permute_ps, x, r * 0x55);
+#else
+  return __builtin_shufflevector(x, x, r, r, r, r);
+#endif
+}
+// The halves of each quad swapped.
+GDN_INLINE F quad_swap(F x) {
+#if GDN_SIMD_AVX2 || GDN_SIMD_AVX512
+  return GDN_QUAD(permute_ps, x, 0x4e);
+#else
+  return __builtin_shufflevector(x, x, 2, 3, 0, 1);
+#endif
+}
+GDN_INLINE F load_quad(const float* p) {
+#if GDN_SIMD_AVX512
+  return _mm512_broadcast_f32x4(_mm_loadu_ps(p));
+#elif GDN_SIMD_AVX2
+  return _mm256_broadcast_ps((const __m128*)p);
+#else
+  F x;
+  __builtin_memcpy(&x, p, sizeof(F));
+  return x;
+#endif
+}
+GDN_INLINE void store_quad(float* p, F x) { __builtin_memcpy(p, &x, 16); }
 
 // --- even and odd lanes of a pair of registers, and back
 
@@ -151,6 +228,33 @@ GDN_INLINE void columns4_to_rows(F* x) {
   x[3] = high_of(e1, o1, Lanes());
 }
 
+// Element 3 c + j of the three registers x, for every lane c.
+template <int j, int... c>
+GDN_INLINE F third_of(const F* x, std::integer_sequence<int, c...>) {
+  const F front = __builtin_shufflevector(x[0], x[1], ((3 * c + j) % (2 * kLanes))...);
+  return __builtin_shufflevector(front, x[2], (3 * c + j < 2 * kLanes ? c : 3 * c + j - kLanes)...);
+}
+// Register i of the rows whose columns are the registers x.
+template <int i, int... p>
+GDN_INLINE F row_of_3(const F* x, std::integer_sequence<int, p...>) {
+  const F front = __builtin_shufflevector(
+      x[0], x[1], ((i * kLanes + p) / 3 + (i * kLanes + p) % 3 % 2 * kLanes)...);
+  return __builtin_shufflevector(front, x[2],
+                                 ((i * kLanes + p) % 3 < 2 ? p : kLanes + (i * kLanes + p) / 3)...);
+}
+GDN_INLINE void rows_to_columns3(F* x) {
+  const F rows[3] = {x[0], x[1], x[2]};
+  x[0] = third_of<0>(rows, Lanes());
+  x[1] = third_of<1>(rows, Lanes());
+  x[2] = third_of<2>(rows, Lanes());
+}
+GDN_INLINE void columns3_to_rows(F* x) {
+  const F columns[3] = {x[0], x[1], x[2]};
+  x[0] = row_of_3<0>(columns, Lanes());
+  x[1] = row_of_3<1>(columns, Lanes());
+  x[2] = row_of_3<2>(columns, Lanes());
+}
+
 // --- memory: float, and the two 16-bit formats as bit patterns of their own type
 
 GDN_INLINE F load(const float* p) {
@@ -172,31 +276,35 @@ GDN_INLINE F load(const bf16_t* p) {
 #endif
 }
 
-// Round to nearest even; a NaN stays a (quiet) NaN.
+#if !GDN_SIMD_AVX512BF16
+// The bits of x with its bfloat16 (round to nearest even; a NaN stays a quiet NaN) in the upper
+// half.
+GDN_INLINE U32 rounded_bf16(F x) {
+#if GDN_SIMD_AVX512
+  // One instruction makes every NaN the same one, which the addition cannot carry out of.
+  x = _mm512_fixupimm_ps(x, x, _mm512_set1_epi32(0x33), 0);
+  const U32 u = (U32)x;
+  return u + 0x7fff + ((u >> 16) & 1);
+#else
+  const U32 u = (U32)x, nan = (U32)(x != x);
+  return (nan & (u | 0x400000)) | (~nan & (u + 0x7fff + ((u >> 16) & 1)));
+#endif
+}
+#endif
 GDN_INLINE void store(bf16_t* p, F x) {
 #if GDN_SIMD_AVX512BF16
-  __m256bh h = _mm512_cvtneps_pbh(x);
   // The instruction flushes subnormals to zero, which the other paths do not; both are one
   // rounding.
-  __builtin_memcpy(p, &h, sizeof h);
-#else
-  U32 u = (U32)x;
-  U32 rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
-  U32 nan = (u >> 16) | 0x40;
-  I32 is_nan = (I32)(x != x);
-  U32 r = ((U32)is_nan & nan) | (~(U32)is_nan & rounded);
-#if GDN_SIMD_AVX512
-  __m256i h = _mm512_cvtepi32_epi16((__m512i)r);
-  __builtin_memcpy(p, &h, sizeof h);
+  __m256bh h = _mm512_cvtneps_pbh(x);
+#elif GDN_SIMD_AVX512
+  __m256i h = _mm512_cvtepi32_epi16(_mm512_srli_epi32((__m512i)rounded_bf16(x), 16));
 #elif GDN_SIMD_AVX2
-  __m256i v = (__m256i)r;
+  __m256i v = (__m256i)(rounded_bf16(x) >> 16);
   __m128i h = _mm_packus_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
-  __builtin_memcpy(p, &h, sizeof h);
 #else
-  U16 h = __builtin_convertvector(r, U16);
+  U16 h = __builtin_convertvector(rounded_bf16(x) >> 16, U16);
+#endif
   __builtin_memcpy(p, &h, sizeof h);
-#endif
-#endif
 }
 
 GDN_INLINE F load(const f16_t* p) {
@@ -223,6 +331,80 @@ GDN_INLINE void store(f16_t* p, F x) {
   for (int i = 0; i < kLanes; ++i) p[i] = to_f16(x[i]);
 #endif
 }
+
+// Two registers at once: AVX-512 writes a line of bfloat16 with one conversion or permute for both.
+// (Its widening loads are as fast one by one.)
+template <class T>
+GDN_INLINE void load2(const T* p, F& a, F& b) {
+  a = load(p);
+  b = load(p + kLanes);
+}
+template <class T>
+GDN_INLINE void store2(T* p, F a, F b) {
+  store(p, a);
+  store(p + kLanes, b);
+}
+#if GDN_SIMD_AVX512
+GDN_INLINE I32 lane_numbers() { return I32{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
+GDN_INLINE void store2(bf16_t* p, F a, F b) {
+#if GDN_SIMD_AVX512BF16
+  const __m512bh line = _mm512_cvtne2ps_pbh(b, a);
+#else
+  const U32 pairs = (rounded_bf16(a) >> 16) | (rounded_bf16(b) & 0xffff0000u);
+  const I32 even = ((lane_numbers() & 7) << 2) + (lane_numbers() >> 3);
+  const __m512i line = _mm512_permutexvar_epi16((__m512i)(even | (even + 2) << 16), (__m512i)pairs);
+#endif
+  __builtin_memcpy(p, &line, sizeof line);
+}
+#endif
+
+// kLanes rows of three elements: the columns of the old rows into x, and each row moved down by one
+// with `newest` behind it.
+template <class T>
+GDN_INLINE void load_columns3(const T* p, F* x) {
+  for (int i = 0; i < 3; ++i) x[i] = load(p + i * kLanes);
+  rows_to_columns3(x);
+}
+template <class T>
+GDN_INLINE void roll_columns3(T* p, const F* x, F newest) {
+  F y[3] = {x[1], x[2], newest};
+  columns3_to_rows(y);
+  for (int i = 0; i < 3; ++i) store(p + i * kLanes, y[i]);
+}
+#if GDN_SIMD_AVX512
+// In 16 bits as they lie there: 48 words, 32 of them in a register. Rows that roll are the same
+// words one place on, with every third one replaced.
+GDN_INLINE void load_columns3(const bf16_t* p, F* x) {
+  const __m512i front = _mm512_loadu_si512(p);
+  const __m512i back = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i*)(p + 32)));
+#pragma GCC unroll 3
+  for (int j = 0; j < 3; ++j) {
+    // Lane c: word 3 c + j in its upper half, zero below. Lanes up to 10 (9 for j = 2) are in
+    // front.
+    const I32 at = (lane_numbers() * 3 + j) << 16;
+    const __mmask32 upper = 0xaaaaaaaau, first = j == 2 ? 0x000fffffu : 0x003fffffu;
+    const __m512i some = _mm512_maskz_permutexvar_epi16(upper & first, (__m512i)at, front);
+    x[j] = (F)_mm512_mask_permutexvar_epi16(some, upper & ~first, (__m512i)at, back);
+  }
+}
+template <class T>
+GDN_INLINE void roll_words3(T* p, F newest) {
+  T words[16];
+  store(words, newest);
+  const __m512i x = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i*)words));
+  // Word w of the rows is x[w / 3] where w % 3 is 2, else the word after it.
+  const I32 w = lane_numbers() * 2, w_back = w + 32;
+  const __m512i front = _mm512_mask_permutexvar_epi16(_mm512_loadu_si512(p + 1), 0x24924924u,
+                                                      (__m512i)(w / 3 | (w + 1) / 3 << 16), x);
+  const __m512i back = _mm512_mask_permutexvar_epi16(
+      _mm512_castsi256_si512(_mm256_maskz_loadu_epi16(0x7fff, p + 33)), 0x9249u,
+      (__m512i)(w_back / 3 | (w_back + 1) / 3 << 16), x);
+  _mm512_storeu_si512(p, front);
+  _mm256_storeu_si256((__m256i*)(p + 32), _mm512_castsi512_si256(back));
+}
+GDN_INLINE void roll_columns3(bf16_t* p, const F*, F newest) { roll_words3(p, newest); }
+GDN_INLINE void roll_columns3(f16_t* p, const F*, F newest) { roll_words3(p, newest); }
+#endif
 
 // The first n < kLanes elements; the other lanes read as zero and are not written.
 template <class T>
@@ -295,25 +477,40 @@ GDN_INLINE F exp(F x) {
   return select((I32)(x != x), x, y);
 }
 
+// Runs body(j) for j in [0, J), unrolled. Functions of several registers are written as one such
+// loop a step: J chains side by side hide the latency that a single one would wait for.
+template <int J, class Body>
+GDN_INLINE void each(Body body) {
+#pragma GCC unroll 8
+  for (int j = 0; j < J; ++j) body(j);
+}
+
 // e^x for x <= 0: no overflow to guard, and below 2^-126 the result may as well be zero. A NaN
 // gives something finite: for callers that multiply by the NaN afterwards.
+template <int J>
+GDN_INLINE void exp_nonpositive(const F* x, F* y) {
+  const F magic = broadcast(12582912.f), least = broadcast(-87.f);
+  F n[J], r[J], p[J];
+  I32 bits[J];
+  each<J>([&](int j) { r[j] = max(x[j], least); });
+  each<J>([&](int j) { n[j] = fma(r[j], broadcast(1.44269504088896341f), magic); });
+  each<J>([&](int j) { bits[j] = ((I32)n[j] - (I32)magic + 127) << 23; });
+  each<J>([&](int j) { n[j] = n[j] - magic; });
+  each<J>([&](int j) { r[j] = fma(n[j], broadcast(-0.693359375f), r[j]); });
+  each<J>([&](int j) { r[j] = fma(n[j], broadcast(2.12194440e-4f), r[j]); });
+  each<J>(
+      [&](int j) { p[j] = fma(broadcast(1.9875691500e-4f), r[j], broadcast(1.3981999507e-3f)); });
+  each<J>([&](int j) { p[j] = fma(p[j], r[j], broadcast(8.3334519073e-3f)); });
+  each<J>([&](int j) { p[j] = fma(p[j], r[j], broadcast(4.1665795894e-2f)); });
+  each<J>([&](int j) { p[j] = fma(p[j], r[j], broadcast(1.6666665459e-1f)); });
+  each<J>([&](int j) { p[j] = fma(p[j], r[j], broadcast(5.0000001201e-1f)); });
+  each<J>([&](int j) { p[j] = fma(p[j], r[j] * r[j], r[j] + broadcast(1.f)); });
+  each<J>([&](int j) { y[j] = select((I32)(x[j] < least), zero(), p[j] * (F)bits[j]); });
+}
 GDN_INLINE F exp_nonpositive(F x) {
-  const F magic = broadcast(12582912.f);
-  F c = max(x, broadcast(-87.f));
-  F n = fma(c, broadcast(1.44269504088896341f), magic);
-  I32 bits = (I32)n - (I32)magic;
-  n = n - magic;
-  F r = fma(n, broadcast(-0.693359375f), c);
-  r = fma(n, broadcast(2.12194440e-4f), r);
-  F p = broadcast(1.9875691500e-4f);
-  p = fma(p, r, broadcast(1.3981999507e-3f));
-  p = fma(p, r, broadcast(8.3334519073e-3f));
-  p = fma(p, r, broadcast(4.1665795894e-2f));
-  p = fma(p, r, broadcast(1.6666665459e-1f));
-  p = fma(p, r, broadcast(5.0000001201e-1f));
-  p = fma(p, r * r, r + broadcast(1.f));
-  F y = p * (F)((bits + 127) << 23);
-  return select((I32)(x < broadcast(-87.f)), zero(), y);
+  F y;
+  exp_nonpositive<1>(&x, &y);
+  return y;
 }
 
 GDN_INLINE F sigmoid(F x) {
@@ -323,11 +520,45 @@ GDN_INLINE F sigmoid(F x) {
   F positive = broadcast(1.f) / (broadcast(1.f) + e);
   return select((I32)(x < zero()), e * positive, positive);
 }
-GDN_INLINE F silu(F x) {
-  F e = exp_nonpositive((F)((U32)x | 0x80000000u));
-  F y = x * select((I32)(x < zero()), e, broadcast(1.f)) / (broadcast(1.f) + e);
+// x * sigmoid(x) of J registers, in place.
+template <int J>
+GDN_INLINE void silu(F* x) {
+#if GDN_SIMD_AVX512
+  // x / (1 + 2^t) with t = -x log2(e): 2^t from its fraction by a polynomial (error 2e-9) and its
+  // whole part by one instruction. The rounding of t costs |t| 2^-24, which matters only where the
+  // result is small beside the inputs.
+  F t[J], p[J], d[J], r[J];
+  each<J>([&](int j) { t[j] = x[j] * broadcast(-1.44269504088896341f); });
+  each<J>([&](int j) { r[j] = _mm512_reduce_ps(t[j], _MM_FROUND_TO_NEG_INF); });
+  each<J>([&](int j) { p[j] = fma(broadcast(2.17022534e-4f), r[j], broadcast(1.24396884e-3f)); });
+  each<J>([&](int j) { p[j] = fma(p[j], r[j], broadcast(9.67884064e-3f)); });
+  each<J>([&](int j) { p[j] = fma(p[j], r[j], broadcast(5.54833412e-2f)); });
+  each<J>([&](int j) { p[j] = fma(p[j], r[j], broadcast(2.40229830e-1f)); });
+  each<J>([&](int j) { p[j] = fma(p[j], r[j], broadcast(6.93147004e-1f)); });
+  each<J>([&](int j) { p[j] = fma(p[j], r[j], broadcast(1.f)); });
+  each<J>([&](int j) { d[j] = broadcast(1.f) + _mm512_scalef_ps(p[j], t[j]); });
+  each<J>([&](int j) { r[j] = _mm512_rcp14_ps(d[j]); });
+  each<J>([&](int j) { p[j] = fma(zero() - d[j], r[j], broadcast(1.f)); });
+  each<J>([&](int j) { r[j] = fma(p[j], r[j], r[j]); });
+  // Below -87 the result is less than 1e-35, and the reciprocal would leave the normal range.
+  each<J>([&](int j) {
+    const __mmask16 kept = _mm512_cmp_ps_mask(x[j], broadcast(-87.f), _CMP_NLT_UQ);
+    x[j] = _mm512_maskz_mul_ps(kept, x[j], r[j]);
+  });
+#else
+  F e[J], d[J];
+  each<J>([&](int j) { e[j] = (F)((U32)x[j] | 0x80000000u); });
+  exp_nonpositive<J>(e, e);
+  each<J>([&](int j) { d[j] = broadcast(1.f) + e[j]; });
+  each<J>([&](int j) { e[j] = x[j] * select((I32)(x[j] < zero()), e[j], broadcast(1.f)); });
   // -inf * 0: the limit is 0.
-  return select((I32)(x == broadcast(-__builtin_inff())), zero(), y);
+  const F lowest = broadcast(-__builtin_inff());
+  each<J>([&](int j) { x[j] = select((I32)(x[j] == lowest), zero(), e[j] / d[j]); });
+#endif
+}
+GDN_INLINE F silu(F x) {
+  silu<1>(&x);
+  return x;
 }
 
 // log(1 + y) for y in [0, 1], relative error about 1e-7: log1p(y) = 2 atanh(t), t = y / (2 + y),
