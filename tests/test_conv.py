@@ -58,6 +58,35 @@ def test_dtypes(act, state, layout):
         assert_close("state", pool, pool_ref, state)
 
 
+@pytest.mark.parametrize("act, state", list(itertools.product(ACTIVATIONS, ACTIVATIONS)))
+@pytest.mark.parametrize("L", [3, 4])
+@pytest.mark.parametrize("layout", ["rows", "columns", "strided"])
+def test_update(layout, L, act, state):
+    """One token: the path that keeps the columns in registers, next to bytes that stay."""
+    for C, activation, N in ((16, "silu", 2), (208, "none", 2), (704, "silu", 19)):
+        x, weight = (4 * torch.randn(N, 1, C)).to(act), torch.randn(C, 4).to(act)
+        page = torch.full((N + 2, C * L + 5), 7.0, dtype=state)
+        if layout == "strided":
+            page = torch.full((N + 2, 2 * C * L + 5), 7.0, dtype=state)
+            pool = page[:, : 2 * C * L].unflatten(1, (C, 2 * L))[..., ::2]
+        elif layout == "rows":
+            pool = page[:, : C * L].unflatten(1, (C, L))
+        else:
+            pool = page[:, : C * L].unflatten(1, (L, C)).transpose(1, 2)
+        pool.copy_(torch.randn(pool.shape))
+        before = page.clone()
+        idx = torch.randperm(N + 2)[:N]
+        y_ref, pool_ref = reference.short_conv(
+            x, weight, None, pool, state_indices=idx, activation=activation
+        )
+        y = gdn_ops.short_conv(x, weight, None, pool, state_indices=idx, activation=activation)
+        assert_close("y", y, y_ref, act, slack=8)
+        assert torch.equal(pool, pool_ref.to(state))
+        pool.copy_(torch.zeros(()))  # every byte outside the pool's own
+        mask = page == 0
+        assert torch.equal(page[~mask], before[~mask])
+
+
 @pytest.mark.parametrize("layout", ["rows", "columns"])
 @pytest.mark.parametrize("accepted", [1, 2, 3])
 def test_leading_speculative(accepted, layout):
@@ -167,3 +196,20 @@ def test_raises_before_writing():
         gdn_ops.short_conv(x, weight, None, conv_pool(2, 8, 2))
     with pytest.raises(RuntimeError, match="W <= 8"):
         gdn_ops.short_conv(x, torch.randn(8, 9), None, conv_pool(2, 8, 9))
+
+
+def test_silu_at_its_ends():
+    """Infinities, the far negative side and NaN go through the activation as through torch's."""
+    ends = torch.tensor([0.0, -0.0, 1e-30, -1e-30, 20.0, -20.0, 88.0, -86.0, 1e30, torch.inf])
+    x = torch.cat([ends, torch.linspace(-30, 30, 1014)])[None, None]
+    weight = torch.zeros(1024, 4)
+    weight[:, 3] = 1
+    y = gdn_ops.short_conv(x, weight, None, torch.zeros(1, 1024, 3))
+    want = F.silu(x.double())
+    assert torch.isinf(y[..., 9]).all()
+    finite = want.isfinite()
+    assert ((y.double() - want).abs()[finite] <= 4e-6 * want.abs()[finite]).all()
+    x = torch.tensor([-torch.inf, -1e30, -100.0, torch.nan]).repeat(256)[None, None]
+    y = gdn_ops.short_conv(x, weight, None, torch.zeros(1, 1024, 3))
+    assert (y[0, 0, 0::4] == 0).all() and (y[0, 0, 1::4] == 0).all()
+    assert (y[0, 0, 2::4].abs() < 1e-30).all() and y[0, 0, 3::4].isnan().all()

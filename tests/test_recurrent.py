@@ -208,3 +208,67 @@ def test_raises_before_writing():
         gdn_ops.recurrent(q.detach(), k, v, g, beta, pool.to("meta"))
     with pytest.raises(RuntimeError, match="expanded"):
         gdn_ops.recurrent(q.detach(), k, v, g, beta, pool[:1].expand(3, 6, 8, 16))
+
+
+@pytest.fixture
+def fast():
+    gdn_ops.set_precision("fast")
+    yield
+    gdn_ops.set_precision("exact")
+
+
+@pytest.mark.parametrize("K", [64, 128, 256, 100])
+@pytest.mark.parametrize("act", ACTIVATIONS)
+def test_fast_products(fast, act, K):
+    """A bfloat16 state may be multiplied as it is stored; other states and widths stay exact."""
+    V = 24
+    args = make_qkv(3, 1, 2, 6, K, V, dtype=act)
+    for state in ACTIVATIONS:
+        pool = make_pool(3, 6, V, K, dtype=state)
+        exact_pool = clone_pool(pool)
+        before = clone_pool(pool)
+        o = gdn_ops.recurrent(*args, pool)
+        gdn_ops.set_precision("exact")
+        exact = gdn_ops.recurrent(*args, exact_pool)
+        gdn_ops.set_precision("fast")
+        if torch.ops.gdn.cpu_isa() != "avx512bf16" or state != torch.bfloat16 or K == 100:
+            assert torch.equal(o, exact) and torch.equal(pool, exact_pool)
+            continue
+        # Half a unit of k and q, 2**-9 of each: a sum of K such products of random sign, relative
+        # to the norm of a row.
+        want_o, want_pool = reference.recurrent(*args, before)
+        if act != torch.bfloat16:
+            assert not torch.equal(pool, exact_pool)
+            scale = before.float().norm(dim=-1).max().item()
+            assert (o.double() - want_o).abs().max() <= 4 * 2**-9 * scale * K**-0.5
+            assert (pool.double() - want_pool).abs().max() <= 4 * 2**-9 * scale
+        else:
+            # bfloat16 keys and queries need no rounding: only the order of the sums differs.
+            assert_close("o", o, want_o, act)
+            assert_close("state", pool, want_pool, state)
+
+
+def test_fast_rows_do_not_depend_on_threads(fast):
+    args = make_qkv(1, 1, 1, 1, 128, 250)
+    found = []
+    for threads in (1, 2, 4):
+        torch.set_num_threads(threads)
+        pool = make_pool(1, 1, 250, 128, dtype=torch.bfloat16)
+        found.append((gdn_ops.recurrent(*args, pool), pool))
+    torch.set_num_threads(2)
+    for o, pool in found[1:]:
+        assert torch.equal(o, found[0][0]) and torch.equal(pool, found[0][1])
+
+
+@pytest.mark.parametrize("K", [64, 128, 256])
+@pytest.mark.parametrize("state", ACTIVATIONS)
+def test_rows_in_registers_equal_rows_alone(state, K):
+    """A row has the same bits in a whole block and in the tail of one."""
+    args = make_qkv(1, 1, 1, 1, K, 23)
+    pool = make_pool(1, 1, 23, K, dtype=state)
+    rows = [pool[:, :, r : r + 1].clone() for r in range(23)]
+    o = gdn_ops.recurrent(*args, pool)
+    q, k, v, g, beta = args
+    for r, row in enumerate(rows):
+        alone = gdn_ops.recurrent(q, k, v[..., r : r + 1], g, beta, row)
+        assert torch.equal(alone, o[..., r : r + 1]) and torch.equal(row, pool[:, :, r : r + 1])
