@@ -283,7 +283,8 @@ def case_rows(
     size = B * HV * V * K * torch.empty((), dtype=dtype).element_size()
     pools = buffers(size, lambda i: fill_pool(shape, dtype, options.seed + i), hot)
     candidates = [ours(inputs, pools, layout)]
-    if layout == "VK" and dtype == torch.bfloat16 and torch.ops.gdn.cpu_isa() == "avx512bf16":
+    has_fast = torch.ops.gdn.cpu_isa() in ("avx512bf16", "amx")
+    if layout == "VK" and dtype == torch.bfloat16 and has_fast:
         candidates.append(ours_fast(inputs, pools))
     if peers:
         candidates.append(einsum(inputs, pools))
