@@ -36,6 +36,12 @@ def add_twin(extension) -> None:
         ]
     )
     extension.define_macros.append(("GDN_XPU_TWIN", "1"))
+    extension.define_macros += [(name, "1") for name in _switches()]
+
+
+def _switches() -> list[str]:
+    """Names in GDN_XPU_DEFINES: forms of docs/xpu.md, "Evidence", taken or replaced."""
+    return [name for name in os.environ.get("GDN_XPU_DEFINES", "").split(",") if name]
 
 
 def _first(what: str, candidates: list[Path]) -> Path:
@@ -72,8 +78,7 @@ def add_vendor(extension, build_folder: Path) -> None:
     for source in sorted(XPU.glob("kernels/*.xpu")):
         target = build_folder / f"{source.stem}.o"
         command = [str(clang), *DEVICE_FLAGS, f"-I{include}", "-c", str(source), "-o", str(target)]
-        if os.environ.get("GDN_XPU_DEFINES"):
-            command += [f"-D{name}" for name in os.environ["GDN_XPU_DEFINES"].split(",")]
+        command += [f"-D{name}" for name in _switches()]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"GDN_BACKEND=xpu: {' '.join(command)} failed:\n{done.stderr}")

@@ -813,28 +813,33 @@ def chunk_prefill(act, pool, H=1, HV=2, K=64, V=64, transposed=False):
         "f32": {"act": f32, "k": f32, "u": f32, "R": 4},
         "f16 window": {"act": f16, "k": f16, "u": f16, "R": 5, "K": 100, "V": 70},
         "bf16 keys": {"act": f32, "k": bf16, "u": f32, "R": 64, "HV": 4, "V": 40},
+        # The last row of every tensor is read and written.
+        "whole chunks": {"act": f32, "k": f32, "u": f32, "R": 3, "lengths": [32, 64], "C": 32},
+        # More heads than cores, nearly all of empty sequences: a core looks up several in a row.
+        "many empty": {"act": f32, "k": f32, "u": f32, "R": 2, "lengths": [0] * 400 + [3]},
     }
 )
-def chunk_lowrank(act, k, u, R, H=2, HV=2, K=64, V=64):
+def chunk_lowrank(act, k, u, R, H=2, HV=2, K=64, V=64, lengths=(37, 3, 0, 18, 5), C=16):
     """From a ring that has wrapped, through several chunks, fresh and padding sequences beside."""
     g = generator(13)
-    lengths = [37, 3, 0, 18, 5]
     q, key, v, gates, beta = tokens(g, 1, sum(lengths), H, HV, K, V, act)
-    P = 7
+    P = 6
     window = [
         torch.randn(P, H, R, K, generator=g).to(k),
         torch.randn(P, HV, R, V, generator=g).to(u),
         -torch.rand(P, HV, R, generator=g),
     ]
     fill = torch.zeros(P, dtype=torch.int32)
-    rows = torch.tensor([2, 5, 0, 3, -1])
-    fill[[2, 5, 0, 3]] = torch.tensor([R + 65536 * (R - 1), R - 1, 2, 3], dtype=torch.int32)
+    rows = torch.tensor([2, 5, 0, 3, -1][: len(lengths)])
+    fill[[2, 5, 0, 3]] = torch.tensor([R - 1, R + 65536 * (R - 1), 0, 3], dtype=torch.int32)
     for pool in window:
         pool[3] = float("nan")  # of a sequence that starts afresh
-    has = torch.tensor([True, True, True, False, True])
-    tail = (rows, has, offsets(lengths), None, True, 16)
+    if len(lengths) > 5:
+        rows = torch.tensor([0] * 400 + [2])
+    has = rows != 3
+    tail = (rows, has, offsets(lengths), None, True, C)
     want, *want_window = reference.chunk_lowrank(q, key, v, gates, beta, *window, fill, *tail)
-    changed = [2, 5, 3]
+    changed = {int(r) for r, n in zip(rows, lengths, strict=True) if r >= 0 and n}
 
     def run():
         pools = [to_device(x) for x in (*window, fill)]

@@ -18,6 +18,8 @@ void* device_alloc(size_t bytes) {
   if (bytes == 0) return nullptr;
   void* p = std::aligned_alloc(256, (bytes + 255) / 256 * 256);
   if (!p) throw std::bad_alloc();
+  // Bytes nobody has written are NaN in every float type and -1 in every integer.
+  std::memset(p, 0xff, bytes);
   // Exactly the bytes asked for, so that a transfer past the end of a tensor is an error.
   twin::gm_register(reinterpret_cast<uint64_t>(p), bytes);
   return p;
