@@ -1,6 +1,7 @@
 #include "checks.h"
 
 #include <cmath>
+#include <initializer_list>
 #include <cstdlib>
 
 #include <ATen/ATen.h>
@@ -394,8 +395,12 @@ void norm_rows(const char* op, const at::Tensor& x, const at::Tensor& gate, Norm
       x.strides(), " and ", gate.strides());
 }
 
-}  // namespace
+struct NamedTensor {
+  const char* name;
+  const at::Tensor* tensor;  // null: absent
+};
 
+// Raises if grad mode is on and one of the tensors requires grad (ops with no backward).
 void refuse_grad(const char* op, std::initializer_list<NamedTensor> tensors) {
   if (!at::GradMode::is_enabled()) return;
   for (const NamedTensor& t : tensors) {
@@ -404,6 +409,14 @@ void refuse_grad(const char* op, std::initializer_list<NamedTensor> tensors) {
                 " requires grad; call it under torch.no_grad() or inference_mode()");
   }
 }
+
+// Of a window, or of none.
+void refuse_grad(const char* op, const WindowTensors* window) {
+  if (window)
+    refuse_grad(op, {{"win_k", &window->k}, {"win_u", &window->u}, {"win_g", &window->g}});
+}
+
+}  // namespace
 
 DType dtype_of(const char* op, const char* name, const at::Tensor& t) {
   switch (t.scalar_type()) {
@@ -488,6 +501,7 @@ RecurrentArgs recurrent_args(const char* op, const at::Tensor& q, const at::Tens
                    {"A_log", gates.A_log},
                    {"dt_bias", gates.dt_bias},
                    {"state", state}});
+  refuse_grad(op, window);
   RecurrentArgs a =
       sequence_inputs(op, q, k, v, gates, state, false, window, seq, scale, qk_l2norm);
   if (!window) check_speculative(op, a.seqs);
@@ -501,6 +515,11 @@ RecurrentArgs recurrent_args(const char* op, const at::Tensor& q, const at::Tens
 ChunkArgs chunk_args(const char* op, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                      const at::Tensor& g, const at::Tensor& beta, const ChunkTensors& t,
                      std::optional<double> scale, bool qk_l2norm, int64_t chunk_size) {
+  if (t.state || t.window) {
+    refuse_grad(op,
+                {{"q", &q}, {"k", &k}, {"v", &v}, {"g", &g}, {"beta", &beta}, {"state", t.state}});
+    refuse_grad(op, t.window);
+  }
   TORCH_CHECK(chunk_size >= kMinChunk && chunk_size <= kMaxChunk, op, ": chunk_size: expected ",
               kMinChunk, " to ", kMaxChunk, ", got ", chunk_size);
   check_dim(op, "q", q, 4, "[B, T, H, K]");
@@ -573,6 +592,8 @@ void check_chunk_values(const char* op, const ChunkArgs& c) {
 
 RecurrentArgs window_args(const char* op, const at::Tensor* state, const WindowTensors* window,
                           const at::Tensor& fill, const OptTensor& state_indices) {
+  refuse_grad(op, {{"state", state}});
+  refuse_grad(op, window);
   RecurrentArgs a;
   check_dim(op, "win_fill", fill, 1, "[P]");
   TORCH_CHECK(fill.scalar_type() == at::kInt, op, ": win_fill: expected int32, got ",
@@ -748,6 +769,7 @@ DecodeArgs decode_args(const char* op, const DecodeTensors& t, int64_t num_k_hea
                    {"norm_weight", &t.norm_weight},
                    {"conv_state", &t.conv_state},
                    {"state", t.state}});
+  refuse_grad(op, t.window);
   check_dim(op, "projected", t.projected, 3, "[B, T, D]");
   const at::Tensor& like = t.projected;
   DecodeArgs d;

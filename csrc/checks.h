@@ -5,7 +5,6 @@
 // (docs/architecture.md).
 #pragma once
 
-#include <initializer_list>
 #include <optional>
 #include <string>
 
@@ -28,14 +27,6 @@ struct SeqTensors {
 struct WindowTensors {
   const at::Tensor &k, &u, &g, &fill;
 };
-
-struct NamedTensor {
-  const char* name;
-  const at::Tensor* tensor;  // null: absent
-};
-
-// Raises if grad mode is on and one of the tensors requires grad (ops with no backward).
-void refuse_grad(const char* op, std::initializer_list<NamedTensor> tensors);
 
 DType dtype_of(const char* op, const char* name, const at::Tensor& t);
 at::ScalarType scalar_type(DType d);

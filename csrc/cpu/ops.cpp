@@ -176,7 +176,6 @@ Tensor run_window(const char* op, const Tensor& q, const Tensor& k, const Tensor
                   const Tensor& g, const Tensor& beta, const Tensor* state,
                   const WindowTensors& window, const SeqTensors& seq, std::optional<double> scale,
                   bool qk_l2norm) {
-  refuse_grad(op, {{"win_k", &window.k}, {"win_u", &window.u}, {"win_g", &window.g}});
   RecurrentArgs a = recurrent_args(op, q, k, v, {g, beta}, state, &window, seq, scale, qk_l2norm);
   check_window_values(op, a, state ? a.window.R : INT64_MAX);
   Tensor out = new_output(v, v.sizes());
@@ -214,8 +213,6 @@ void empty_windows(const RecurrentArgs& a) {
 
 void window_flush(Tensor& state, Tensor& win_k, Tensor& win_u, Tensor& win_g, Tensor& win_fill,
                   const OptTensor& state_indices) {
-  refuse_grad("window_flush",
-              {{"state", &state}, {"win_k", &win_k}, {"win_u", &win_u}, {"win_g", &win_g}});
   const WindowTensors window{win_k, win_u, win_g, win_fill};
   const RecurrentArgs a = window_args("window_flush", &state, &window, win_fill, state_indices);
   check_window_values("window_flush", a);
@@ -233,7 +230,6 @@ Tensor run_decode_window(const char* op, const DecodeTensors& t, int64_t num_k_h
                          int64_t head_k_dim, const SeqTensors& seq, std::optional<double> scale,
                          bool qk_l2norm, double eps, const std::string& activation,
                          bool conv_leading) {
-  refuse_grad(op, {{"win_k", &t.window->k}, {"win_u", &t.window->u}, {"win_g", &t.window->g}});
   DecodeArgs d = decode_args(op, t, num_k_heads, head_k_dim, seq, scale, qk_l2norm, eps, activation,
                              conv_leading);
   check_window_values(
@@ -311,8 +307,6 @@ Tensor chunk_prefill(const Tensor& q, const Tensor& k, const Tensor& v, const Te
                      const OptTensor& write_indices, const OptTensor& has_initial_state,
                      const OptTensor& cu_seqlens, const OptTensor& edge_rows,
                      std::optional<double> scale, bool qk_l2norm, int64_t chunk_size) {
-  refuse_grad("chunk_prefill",
-              {{"q", &q}, {"k", &k}, {"v", &v}, {"g", &g}, {"beta", &beta}, {"state", &state}});
   const OptTensor none;
   ChunkArgs a = chunk_args("chunk_prefill", q, k, v, g, beta,
                            {none, &state, read_indices, write_indices, has_initial_state,
@@ -331,14 +325,6 @@ Tensor chunk_lowrank(const Tensor& q, const Tensor& k, const Tensor& v, const Te
                      Tensor& win_fill, const OptTensor& state_indices,
                      const OptTensor& has_initial_state, const OptTensor& cu_seqlens,
                      std::optional<double> scale, bool qk_l2norm, int64_t chunk_size) {
-  refuse_grad("chunk_lowrank", {{"q", &q},
-                                {"k", &k},
-                                {"v", &v},
-                                {"g", &g},
-                                {"beta", &beta},
-                                {"win_k", &win_k},
-                                {"win_u", &win_u},
-                                {"win_g", &win_g}});
   const OptTensor none;
   const WindowTensors window{win_k, win_u, win_g, win_fill};
   ChunkArgs a =

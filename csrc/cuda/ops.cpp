@@ -159,7 +159,6 @@ Tensor chunk_prefill_op(const Tensor& q, const Tensor& k, const Tensor& v, const
                         const OptTensor& cu_seqlens, const OptTensor& edge_rows,
                         std::optional<double> scale, bool qk_l2norm, int64_t chunk_size) {
   const char* op = "chunk_prefill";
-  refuse_grad(op, {{"q", &q}, {"k", &k}, {"v", &v}, {"g", &g}, {"beta", &beta}, {"state", &state}});
   const c10::cuda::CUDAGuard guard(q.device());
   const OptTensor none;
   ChunkArgs a = chunk_args(op, q, k, v, g, beta,
@@ -177,14 +176,6 @@ Tensor chunk_lowrank_op(const Tensor& q, const Tensor& k, const Tensor& v, const
                         const OptTensor& has_initial_state, const OptTensor& cu_seqlens,
                         std::optional<double> scale, bool qk_l2norm, int64_t chunk_size) {
   const char* op = "chunk_lowrank";
-  refuse_grad(op, {{"q", &q},
-                   {"k", &k},
-                   {"v", &v},
-                   {"g", &g},
-                   {"beta", &beta},
-                   {"win_k", &win_k},
-                   {"win_u", &win_u},
-                   {"win_g", &win_g}});
   const c10::cuda::CUDAGuard guard(q.device());
   const OptTensor none;
   const WindowTensors window{win_k, win_u, win_g, win_fill};

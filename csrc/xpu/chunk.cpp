@@ -501,8 +501,6 @@ Tensor op_chunk_prefill(const Tensor& q, const Tensor& k, const Tensor& v, const
                         const OptTensor& write_indices, const OptTensor& has_initial_state,
                         const OptTensor& cu_seqlens, const OptTensor& edge_rows,
                         std::optional<double> scale, bool qk_l2norm, int64_t chunk_size) {
-  refuse_grad("chunk_prefill",
-              {{"q", &q}, {"k", &k}, {"v", &v}, {"g", &g}, {"beta", &beta}, {"state", &state}});
   const OptTensor none;
   ChunkArgs a = chunk_args("chunk_prefill", q, k, v, g, beta,
                            {none, &state, read_indices, write_indices, has_initial_state,
@@ -519,14 +517,6 @@ Tensor op_chunk_lowrank(const Tensor& q, const Tensor& k, const Tensor& v, const
                         Tensor& win_fill, const OptTensor& state_indices,
                         const OptTensor& has_initial_state, const OptTensor& cu_seqlens,
                         std::optional<double> scale, bool qk_l2norm, int64_t chunk_size) {
-  refuse_grad("chunk_lowrank", {{"q", &q},
-                                {"k", &k},
-                                {"v", &v},
-                                {"g", &g},
-                                {"beta", &beta},
-                                {"win_k", &win_k},
-                                {"win_u", &win_u},
-                                {"win_g", &win_g}});
   const OptTensor none;
   const WindowTensors window{win_k, win_u, win_g, win_fill};
   ChunkArgs a =

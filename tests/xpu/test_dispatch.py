@@ -153,6 +153,19 @@ def test_inputs_that_require_grad_are_refused(device):
         gdn_ops.recurrent(*inputs, *gates, to_device(torch.zeros(1, 1, 64, 64)))
 
 
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_a_window_that_requires_grad_is_refused(device, at):
+    from gdn_ops import windows
+
+    window = [x.to(device) for x in windows.allocate(1, 1, 2, 64, 64, 8)]
+    window[at].requires_grad_()
+    name = ["win_k", "win_u", "win_g"][at]
+    q, v = torch.zeros(1, 1, 1, 64, device=device), torch.zeros(1, 1, 2, 64, device=device)
+    g = torch.zeros(1, 1, 2, device=device)
+    with pytest.raises(RuntimeError, match=f"{name} requires grad"):
+        gdn_ops.recurrent_lowrank(q, q, v, g, g, *window)
+
+
 def test_two_devices_in_one_call_are_refused(device):
     inputs = [torch.ones(1, 1, 1, 64) for _ in range(3)] + [torch.zeros(1, 1, 1) for _ in range(2)]
     with torch.no_grad(), pytest.raises(RuntimeError, match="expected device"):
