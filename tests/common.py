@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -66,3 +68,24 @@ def make_layer(B, T, H, HV, K, V, W=4, dtype=torch.float32, seed=0) -> dict[str,
         "dt_bias": randn(HV),
         "norm_weight": (1 + 0.1 * randn(V)).to(dtype),
     }
+
+
+EXTREMES = ["vanishing", "one -316", "zero", "alternating", "-inf", "all -inf"]
+
+
+def extreme(kind: str, T: int = 130, HV: int = 2) -> Tensor:
+    """Log decays ``[1, T, HV]`` that a running total would get wrong; T > 129 for "-inf"."""
+    g = torch.zeros(1, T, HV)
+    if kind == "vanishing":
+        g.fill_(math.log(1e-12))
+    elif kind == "one -316":
+        g.fill_(-1e-4)
+        g[:, 31] = -316.0
+    elif kind == "alternating":
+        g[:, ::2] = -0.5
+    elif kind == "-inf":
+        g.fill_(-0.1)
+        g[:, 0, 0] = g[:, 17, 0] = g[:, 18, 0] = g[:, 64, 1] = g[:, 129, 1] = -math.inf
+    elif kind == "all -inf":
+        g.fill_(-math.inf)
+    return g

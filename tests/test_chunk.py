@@ -7,7 +7,15 @@ import math
 
 import pytest
 import torch
-from common import ACTIVATIONS, assert_close, clone_pool, make_pool, make_qkv
+from common import (
+    ACTIVATIONS,
+    EXTREMES,
+    assert_close,
+    clone_pool,
+    extreme,
+    make_pool,
+    make_qkv,
+)
 from torch.library import opcheck
 
 import gdn_ops
@@ -219,28 +227,8 @@ def test_threads_neighbours_and_places_change_no_bit():
         assert torch.equal(final, results[0][1][place : place + 1])
 
 
-def extreme(kind, T=130, HV=2):
-    g = torch.zeros(1, T, HV)
-    if kind == "vanishing":
-        g.fill_(math.log(1e-12))
-    elif kind == "one -316":
-        g.fill_(-1e-4)
-        g[:, 31] = -316.0
-    elif kind == "alternating":
-        g[:, ::2] = -0.5
-    elif kind == "-inf":
-        g.fill_(-0.1)
-        g[:, 0, 0] = g[:, 17, 0] = g[:, 18, 0] = g[:, 64, 1] = g[:, 129, 1] = -math.inf
-    elif kind == "all -inf":
-        g.fill_(-math.inf)
-    return g
-
-
-KINDS = ["vanishing", "one -316", "zero", "alternating", "-inf", "all -inf"]
-
-
 @pytest.mark.parametrize("act", ACTIVATIONS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EXTREMES)
 def test_extreme_gates(kind, act):
     """F1, F2: only products of decays, so nothing overflows and nothing is 0 times inf."""
     q, k, v, _, beta = make_qkv(1, 130, 1, 2, 16, 16, dtype=act)
@@ -395,7 +383,7 @@ def test_gradcheck(l2norm, cu):
     assert torch.autograd.gradcheck(run, inputs, nondet_tol=0.0)
 
 
-@pytest.mark.parametrize("kind", [None, *KINDS])
+@pytest.mark.parametrize("kind", [None, *EXTREMES])
 @pytest.mark.parametrize("dtype", ACTIVATIONS)
 def test_gradients_against_the_sequential_oracle(dtype, kind):
     q, k, v, g, beta = make_qkv(1, 130, 2, 4, 16, 24, dtype=dtype)
@@ -560,7 +548,7 @@ def test_lowrank_prefill_hands_over_to_decode(act, R, prompt):
 
 
 @pytest.mark.parametrize("act", ACTIVATIONS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EXTREMES)
 def test_lowrank_extreme_gates(kind, act):
     q, k, v, _, beta = make_qkv(1, 130, 1, 2, 16, 16, dtype=act)
     o = check_lowrank((q, k, v, extreme(kind), beta), make_window(1, 1, 2, 8, 16, 16))

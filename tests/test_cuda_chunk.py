@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from common import EXTREMES, extreme
 from test_cuda import DTYPES, close, gpu, inputs, ops, pool
 
 from gdn_ops import reference
@@ -123,25 +124,7 @@ def test_strided_views_equal_contiguous(dtype):
     close("final state", got[1], expected[1], dtype, 2)
 
 
-def extreme(kind, T, HV):
-    g = torch.zeros(1, T, HV)
-    if kind == "vanishing":
-        g.fill_(math.log(1e-12))
-    elif kind == "one -316":
-        g.fill_(-1e-4)
-        g[:, 31] = -316.0
-    elif kind == "alternating":
-        g[:, ::2] = -0.5
-    elif kind == "-inf":
-        g.fill_(-0.1)
-        g[:, 0, 0] = g[:, 17, 0] = g[:, 18, 0] = g[:, 64, 1] = g[:, 129, 1] = -math.inf
-    elif kind == "all -inf":
-        g.fill_(-math.inf)
-    return g
-
-
-@pytest.mark.parametrize("kind", ["vanishing", "one -316", "zero", "alternating", "-inf",
-                                  "all -inf"])  # fmt: skip
+@pytest.mark.parametrize("kind", EXTREMES)
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 def test_extreme_gates(kind, dtype):
     q, k, v, _, beta = inputs(1, 130, 1, 2, 64, 64, dtype)
