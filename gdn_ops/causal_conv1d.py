@@ -16,7 +16,8 @@ from gdn_ops.ops.conv import conv1d, short_conv
 __all__ = ["causal_conv1d_fn", "causal_conv1d_update"]
 
 
-def _activation(op: str, activation: str | None) -> str:
+def activation_name(op: str, activation: str | None) -> str:
+    """The activation argument of :func:`gdn_ops.short_conv` for that package's."""
     if activation is None:
         return "none"
     if activation in ("silu", "swish"):
@@ -53,7 +54,7 @@ def causal_conv1d_fn(
             return_final_states. RuntimeError: as :func:`gdn_ops.conv1d`.
     """
     op = "causal_conv1d_fn"
-    activation = _activation(op, activation)
+    activation = activation_name(op, activation)
     if final_states_out is not None and not return_final_states:
         raise ValueError(f"{op}: final_states_out: needs return_final_states=True")
     if seq_idx is not None:
@@ -112,7 +113,7 @@ def causal_conv1d_update(
     op = "causal_conv1d_update"
     if cache_seqlens is not None:
         raise NotImplementedError(f"{op}: cache_seqlens is not supported: no ring buffers")
-    activation = _activation(op, activation)
+    activation = activation_name(op, activation)
     wide = x[:, None] if x.dim() == 2 else x.transpose(1, 2)
     y = short_conv(wide, weight, bias, conv_state, conv_state_indices, activation=activation)
     return y[:, 0] if x.dim() == 2 else y.transpose(1, 2)

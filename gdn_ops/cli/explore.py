@@ -20,9 +20,9 @@ import torch
 
 from gdn_ops.cli._output import Output, UsageError
 from gdn_ops.cli.bench import _heads, _list
+from gdn_ops.cli.verify import FAST_FACTOR, MODES
 
 HELP = "the matrix of implementations, states, precisions and batches; what bounds the layer"
-PRECISIONS = ("exact", "fast", "auto")
 # Peers are compiled at these batch sizes only: each compile takes longer than all its timing.
 COMPILED_AT = (1, 16)
 QUALITY_TOKENS = 128
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", help="batch sizes (default: 1,4,16,64)")
     parser.add_argument("--heads", default="16/48", help="key/value heads of the layer (16/48)")
     parser.add_argument("--state", help="state dtypes (default: f32,bf16,f16)")
-    parser.add_argument("--precision", help=f"modes (default: {','.join(PRECISIONS)})")
+    parser.add_argument("--precision", help=f"modes (default: {','.join(MODES)})")
     parser.add_argument("--windows", help="R of buffered and low rank (default: 8,16,32)")
     parser.add_argument("--no-peers", action="store_true", help="only ours")
     parser.add_argument("--no-compile", action="store_true", help="skip peers under torch.compile")
@@ -65,9 +65,9 @@ class Plan:
 
         batches = _list(args.batch, "batch", int) or ((1, 16) if args.quick else (1, 4, 16, 64))
         windows = _list(args.windows, "windows", int) or ((16,) if args.quick else (8, 16, 32))
-        precisions = _list(args.precision, "precision", str) or PRECISIONS
-        if unknown := [p for p in precisions if p not in PRECISIONS]:
-            raise UsageError(f"--precision: expected some of {PRECISIONS}, got {unknown[0]!r}")
+        precisions = _list(args.precision, "precision", str) or MODES
+        if unknown := [p for p in precisions if p not in MODES]:
+            raise UsageError(f"--precision: expected some of {MODES}, got {unknown[0]!r}")
         if wrong := [b for b in batches if b < 1]:
             raise UsageError(f"--batch: expected at least 1, got {wrong[0]}")
         if wrong := [r for r in windows if not 1 <= r <= 64]:
@@ -126,7 +126,6 @@ def matrix_rows(plan: Plan, options) -> list[dict]:
     """Full, buffered and low-rank state over precision modes, state dtypes, batches and R."""
     import gdn_ops
     from gdn_ops.bench import windows
-    from gdn_ops.cli.verify import FAST_FACTOR
 
     rows = []
     before = gdn_ops.get_precision()

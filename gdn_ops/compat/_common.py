@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gdn_ops import causal_conv1d
+
 NULL_BLOCK_ID = 0
 PAD_SLOT_ID = -1
 
@@ -31,11 +33,9 @@ def without(indices: Tensor, N: int, *numbers: int | None) -> Tensor:
 
 def activation_name(op: str, activation: bool | str | None) -> str:
     """The activation argument of :func:`gdn_ops.short_conv` for vLLM's and causal-conv1d's."""
-    if activation == "silu" or activation == "swish" or activation is True:
-        return "silu"
-    if activation is None or activation is False:
-        return "none"
-    raise ValueError(f"{op}: activation: expected None, 'silu' or 'swish', got {activation!r}")
+    if isinstance(activation, bool):
+        return "silu" if activation else "none"
+    return causal_conv1d.activation_name(op, activation)
 
 
 def refuse(op: str, name: str, value, advice: str):
