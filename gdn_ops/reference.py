@@ -90,7 +90,9 @@ def recurrent(
     qd, kd, vd, gd, bd = (x.to(dtype) for x in (q, k, v, g, beta))
     if qk_l2norm:
         qd, kd = l2norm(qd), l2norm(kd)
-    qd, kd = (x.repeat_interleave(HV // H, dim=2) for x in (qd, kd))
+    # Columns, so that a head's products are matrix products.
+    qd, kd = (x.repeat_interleave(HV // H, dim=2)[..., None] for x in (scale * qd, kd))
+    vd, bd, decay = vd[..., None], bd[..., None, None], gd.exp()[..., None, None]
     pool = state.to(dtype).clone()
     out = torch.zeros(B, T, HV, V, dtype=dtype)
     per_token = state_indices is not None and state_indices.dim() == 2
@@ -104,12 +106,10 @@ def recurrent(
         fresh = has_initial_state is not None and not bool(has_initial_state[n])
         S = torch.zeros(HV, V, K, dtype=dtype) if fresh else state[row].to(dtype)
         for j, t in enumerate(range(start, end)):
-            decay = gd[b, t].exp()[:, None, None]
-            kt, qt, vt = kd[b, t], qd[b, t], vd[b, t]
-            S = decay * S
-            u = bd[b, t][:, None] * (vt - torch.einsum("hvk,hk->hv", S, kt))
-            S = S + u[:, :, None] * kt[:, None, :]
-            out[b, t] = scale * torch.einsum("hvk,hk->hv", S, qt)
+            S = decay[b, t] * S
+            u = bd[b, t] * (vd[b, t] - S @ kd[b, t])
+            S = S + u * kd[b, t].mT
+            out[b, t] = (S @ qd[b, t])[..., 0]
             if per_token and (target := _row(state_indices, n, j)) >= 0:
                 pool[target] = S
         if not per_token and end > start:

@@ -1,20 +1,27 @@
 """The state machine of tests/lifecycle.py for a long time: ``python scripts/soak.py [STEPS]``.
 
-Every life has its own seed, shapes, dtypes, mode and thread count, and ``--life`` steps; the seed
-of one that fails is printed and repeats it (``--seed``). ``--json PATH`` keeps the result up to
-date while it runs, so that a run that is cut short leaves an honest number.
+Every life has its own seed, shapes, dtypes, mode and thread count, and ``--life`` steps. Lives are
+shared out among ``--jobs`` processes; process j takes every jobs-th seed from ``--seed`` on, at the
+j-th of ``--levels``, the instruction sets of the CPU kernels. The seed and level of a life that
+fails, or that takes its process down, are printed and repeat it: ``GDN_CPU_ISA=LEVEL python
+scripts/soak.py 1 --seed SEED``. ``--json PATH`` keeps the result up to date, so that a run which
+is cut short leaves an honest number.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
+import os
 import platform
+import queue
 import random
 import sys
 import time
 import traceback
 from collections import Counter
+from datetime import datetime, timezone
 from pathlib import Path
 
 import torch
@@ -27,63 +34,130 @@ from lifecycle import Config, Lifecycle
 import gdn_ops
 
 
-def run(seed: int, steps: int, done, report: dict) -> None:
-    """One life."""
+def run(seed: int, steps: int) -> dict:
+    """One life, and how it went."""
     rng = random.Random(seed)
     config = Config.sample(rng)
     # More threads than cores is where barriers hurt and races show; most of the run needs neither.
     torch.set_num_threads(rng.choice([1] * 15 + [2]))
+    result = {"seed": seed, "steps": Counter(), "level": gdn_ops.backends()["cpu"]["active"]}
     life = Lifecycle(config, rng)
-    for _ in range(steps):
-        report["steps"][life.step()] += 1
-        done(1)
-    report["calls"] += life.calls
-    report["lives"] += 1
-    key = f"{config.mode}, {str(config.state_dtype)[6:]}"
-    report["worst"][key] = max(report["worst"].get(key, 0.0), round(life.worst, 4))
+    try:
+        for _ in range(steps):
+            result["steps"][life.step()] += 1
+    except Exception:
+        result["error"] = traceback.format_exc(limit=-3)
+    result |= {"calls": life.calls, "worst": life.worst}
+    result["kind"] = f"{config.mode}, {str(config.state_dtype)[6:]}"
+    return result
+
+
+def work(seeds, steps: int, results, stop) -> None:
+    """A process: lives until told to stop. Says which one it begins, should it not come back."""
+    with torch.no_grad():
+        for seed in seeds:
+            if stop.is_set():
+                return
+            results.put({"begins": seed})
+            results.put(run(seed, steps))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("steps", type=int, nargs="?", default=1_000_000)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after these")
     parser.add_argument("--life", type=int, default=200, help="steps of one life (200)")
     parser.add_argument("--seed", type=int, default=0, help="of the first life (0)")
+    parser.add_argument("--jobs", type=int, default=1, help="processes (1)")
+    parser.add_argument("--levels", nargs="*", default=[], help="instruction sets (the best)")
     parser.add_argument("--json", type=Path, help="where to keep the result")
     args = parser.parse_args()
     report = {
         "torch": torch.__version__,
-        "isa": gdn_ops.backends()["cpu"]["active"],
+        "python": platform.python_version(),
         "machine": platform.machine(),
+        "begun": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "seed": args.seed,
+        "jobs": args.jobs,
         "lives": 0,
         "calls": 0,
+        "total": 0,
         "steps": Counter(),
+        "levels": Counter(),  # steps at each
         "worst": {},  # largest error in units of its limit
         "failures": [],
     }
     start = time.monotonic()
 
     def save() -> None:
-        report["total"] = sum(report["steps"].values())
-        report["seconds"] = round(time.monotonic() - start)
+        report["seconds"] = round(time.monotonic() - start, 1)
+        report["steps per second"] = round(report["total"] / report["seconds"], 1)
         if args.json:
             args.json.write_text(json.dumps(report, indent=2, sort_keys=True) + "\n")
 
+    def fail(seed: int, level: str, error: str) -> None:
+        report["failures"].append({"seed": seed, "level": level, "error": error})
+        progress.print(f"seed {seed}, {level}:\n{error}")
+
+    # Lives on two threads shall wait asleep: the cores are for other processes.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    context = multiprocessing.get_context("spawn")  # a process reads its level when it loads ours
+    stop = context.Event()
+    workers = []
+    for j in range(args.jobs):
+        level = args.levels[j % len(args.levels)] if args.levels else ""
+        if level:
+            os.environ["GDN_CPU_ISA"] = level
+        results = context.Queue()
+        seeds = range(args.seed + j, sys.maxsize, args.jobs)
+        worker = context.Process(target=work, args=(seeds, args.life, results, stop), daemon=True)
+        worker.start()
+        workers.append([worker, results, level or "best", None])
+
     columns = (TextColumn("soak"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with torch.no_grad(), Progress(*columns, refresh_per_second=1) as progress:
+    with Progress(*columns, refresh_per_second=1) as progress:
         bar = progress.add_task("soak", total=args.steps)
-        seed = args.seed
-        while sum(report["steps"].values()) < args.steps:
-            left = args.steps - sum(report["steps"].values())
-            try:
-                run(seed, min(args.life, left), lambda n: progress.advance(bar, n), report)
-            except Exception:
-                report["failures"].append({"seed": seed, "error": traceback.format_exc(limit=-3)})
-                progress.print(f"seed {seed}:\n{traceback.format_exc(limit=-3)}")
-            seed += 1
-            if seed % 20 == 0:
+        saved = start
+        while workers:
+            for entry in list(workers):
+                worker, results, level, begun = entry
+                alive = worker.is_alive()  # asked before the queue, which it may still fill
+                try:
+                    result = results.get(timeout=0.02)
+                except queue.Empty:
+                    if not alive:
+                        workers.remove(entry)
+                        if worker.exitcode:
+                            fail(begun, level, f"the process ended with {worker.exitcode}")
+                    continue
+                if "begins" in result:
+                    entry[3] = result["begins"]
+                    continue
+                taken = sum(result["steps"].values())
+                report["lives"] += 1
+                report["total"] += taken
+                report["calls"] += result["calls"]
+                report["steps"] += result["steps"]
+                report["levels"][result["level"]] += taken
+                kind = result["kind"]
+                worst = max(report["worst"].get(kind, 0.0), round(result["worst"], 4))
+                report["worst"][kind] = worst
+                if "error" in result:
+                    fail(result["seed"], result["level"], result["error"])
+                progress.update(bar, completed=report["total"])
+            now = time.monotonic()
+            if report["total"] >= args.steps or now - start >= args.seconds:
+                stop.set()
+            if now - saved > 5:
                 save()
+                saved = now
     save()
     print(json.dumps(report, indent=2, sort_keys=True))
+    print(
+        f"{report['total']} steps in {report['lives']} lives, {report['calls']} calls checked, "
+        f"{len(report['failures'])} failures; {report['seconds']} s, "
+        f"{report['steps per second']} steps/s in {args.jobs} processes"
+    )
     return 1 if report["failures"] else 0
 
 

@@ -55,8 +55,9 @@ class Config:
             transposed=rng.random() < 0.5,
             H=rng.choice([1, 2]),
             ratio=rng.choice([1, 2, 3]),
-            K=rng.choice([1, 5, 8, 17]),
-            V=rng.choice([1, 3, 8, 20]),
+            # The last are whole registers and tiles, where some kernels have forms of their own.
+            K=rng.choice([1, 5, 8, 17, 64]),
+            V=rng.choice([1, 3, 8, 20, 32]),
             R=rng.choice([3, 4, 5, 8]),
         )
 
