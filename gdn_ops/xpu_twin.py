@@ -19,7 +19,16 @@ import torch
 
 NAME = "xpu_twin"
 
-__all__ = ["available", "device", "forms", "reports", "set_mutation", "set_vmac", "sites"]
+__all__ = [
+    "available",
+    "device",
+    "forms",
+    "host_copies",
+    "reports",
+    "set_mutation",
+    "set_vmac",
+    "sites",
+]
 
 
 def available() -> bool:
@@ -64,6 +73,11 @@ def reports() -> list[dict]:
 def forms() -> list[dict]:
     """The instruction forms the interpreter knows, each with its public evidence."""
     return json.loads(torch.ops.gdn_xpu_twin.forms())
+
+
+def host_copies() -> int:
+    """Copies between host and device so far, single values too, save what CPU operators did."""
+    return torch.ops.gdn_xpu_twin.host_copies()
 
 
 def sites() -> list[str]:

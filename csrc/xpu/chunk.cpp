@@ -2,11 +2,10 @@
 // kernels of kernels/chunk*.xpu. Formulas of one chunk (S [K, V] is the old state, D the decay):
 //   A = beta D (k k^T),  M = D (q k^T),  X = (1 + A)^-1,  W = X (beta w k),  U = X (beta v) - W S
 //   O = (w q) S + M U,   S' = w_n S + (D_n k)^T U
-// Lengths decide the shapes of the products, so cu_seqlens is read on the host once; a prefill is
-// not captured into a graph. Indices and flags stay on the device.
+// Nothing on the device is read here: the products have shapes for any lengths that cu_seqlens may
+// hold, and kernels/chunk_plan.xpu fills them.
 #include <algorithm>
 #include <cmath>
-#include <numeric>
 #include <vector>
 
 #include <torch/library.h>
@@ -40,61 +39,44 @@ Tensor4 dense(const Tensor& t) {
   return {address(t), t.size(1) * R * D, D, R * D, static_cast<int32_t>(DType::f32), 0};
 }
 
-// Chunks ordered by (step, sequence), longest sequence first: step s is [offset[s], offset[s + 1])
-// and holds the first sequences of `order`.
+// Chunks ordered by (step, sequence), the sequence with most chunks first: step s is [offset[s],
+// offset[s + 1]) and holds the first sequences of the order. Only shapes are known here: of packed
+// sequences, no more than T / (s C + 1) have more than s chunks of C tokens. Which they are, the
+// device finds out; a slot whose sequence has ended is a chunk of no tokens.
 struct Plan {
   int64_t N = 0, tokens = 0, C = 0;  // tokens of a chunk as asked for, and padded to 32, 64 or 128
   std::vector<int64_t> offset{0};
-  std::vector<int64_t> full;  // of step s: sequences whose chunk has all its tokens
-  Tensor chunks;              // int32 [chunks, 4]: batch, first token, tokens, sequence
-  Tensor sequences;           // int32 [N, 4] in order: sequence, 0, rows, sequence
-  int64_t steps() const { return static_cast<int64_t>(full.size()); }
+  Tensor chunks;     // int32 [chunks, 4]: batch, first token, tokens, sequence
+  Tensor sequences;  // int32 [N, 4] in order: sequence, 0, rows, sequence
+  int64_t steps() const { return static_cast<int64_t>(offset.size()) - 1; }
+  int64_t width(int64_t step) const { return offset[step + 1] - offset[step]; }
+  uint64_t of_step(int64_t step) const {
+    return address(chunks) + static_cast<uint64_t>(offset[step]) * 16;
+  }
 };
 
-Plan plan_of(const char* op, const ChunkArgs& a, const OptTensor& cu_seqlens, c10::Device device) {
+Plan plan_of(const char* op, const ChunkArgs& a, const at::TensorOptions& ints, void* stream) {
+  TORCH_CHECK(a.seqs.T <= INT32_MAX && a.seqs.N <= INT32_MAX, op, ": T = ", a.seqs.T,
+              ", N = ", a.seqs.N, ": the XPU takes less than 2^31");
   Plan p;
   p.N = a.seqs.N;
   p.tokens = a.C;
   p.C = a.C <= 32 ? 32 : a.C <= 64 ? 64 : 128;
-  std::vector<int64_t> start(p.N), length(p.N, a.seqs.T), order(p.N);
-  if (cu_seqlens) {
-    const Tensor cu = cu_seqlens->to(at::kCPU, at::kLong).contiguous();
-    const int64_t* x = cu.const_data_ptr<int64_t>();
-    TORCH_CHECK(x[0] == 0 && x[p.N] == a.seqs.T, op,
-                ": cu_seqlens: expected offsets from 0 to T = ", a.seqs.T, ", got ", x[0], " to ",
-                x[p.N]);
-    for (int64_t n = 0; n < p.N; ++n) {
-      start[n] = x[n];
-      length[n] = x[n + 1] - x[n];
-      TORCH_CHECK(length[n] >= 0, op, ": cu_seqlens: expected ascending offsets, got ", x[n],
-                  " before ", x[n + 1]);
-    }
+  for (int64_t from = 0; from < a.seqs.T; from += p.tokens) {
+    const int64_t most = a.seqs.cu_seqlens.ptr ? a.seqs.T / (from + 1) : p.N;
+    p.offset.push_back(p.offset.back() + std::min(p.N, most));
   }
-  std::iota(order.begin(), order.end(), 0);
-  std::stable_sort(order.begin(), order.end(),
-                   [&](int64_t x, int64_t y) { return length[x] > length[y]; });
-  std::vector<int32_t> chunks, sequences;
-  auto add = [](std::vector<int32_t>& to, int64_t w, int64_t x, int64_t y, int64_t z) {
-    for (int64_t v : {w, x, y, z}) to.push_back(static_cast<int32_t>(v));
-  };
-  for (int64_t n : order) add(sequences, n, 0, INT32_MAX, n);
-  for (int64_t step = 0;; ++step) {
-    const int64_t from = step * p.tokens;
-    int64_t active = 0, full = 0;
-    for (; active < p.N && length[order[active]] > from; ++active) {
-      const int64_t n = order[active], rows = std::min(length[n] - from, p.tokens);
-      full += rows == p.tokens;
-      add(chunks, cu_seqlens ? 0 : n, start[n] + from, rows, n);
-    }
-    if (active == 0) break;
-    p.offset.push_back(p.offset.back() + active);
-    p.full.push_back(full);
-  }
-  auto on_device = [&](const std::vector<int32_t>& x) {
-    return at::tensor(x, at::kInt).view({-1, 4}).to(device);
-  };
-  p.chunks = on_device(chunks);
-  p.sequences = on_device(sequences);
+  p.chunks = at::empty({p.offset.back(), 4}, ints);
+  p.sequences = at::empty({p.N, 4}, ints);
+  ChunkPlanParams k{};
+  k.cu = index_vector(a.seqs.cu_seqlens);
+  k.chunks = address(p.chunks);
+  k.sequences = address(p.sequences);
+  k.N = static_cast<int32_t>(p.N);
+  k.T = static_cast<int32_t>(a.seqs.T);
+  k.tokens = static_cast<int32_t>(p.tokens);
+  k.steps = static_cast<int32_t>(p.steps());
+  launch_chunk_plan(k, stream);
   return p;
 }
 
@@ -226,10 +208,10 @@ class MatrixState {
     S.mul_(w.unsqueeze(3));
     S.add_(
         at::matmul(x.k_last.narrow(0, begin, count).transpose(2, 3), x.U.narrow(0, begin, count)));
-    if (step < a.edges && c_.plan.full[step] > 0) {
+    if (step < a.edges) {
       Index rows = a.edge_rows;
       rows.ptr = static_cast<const char*>(rows.ptr) + step * rows.s1 * (rows.is64 ? 8 : 4);
-      store(rows, c_.plan.full[step]);
+      store(rows, count, c_.plan.of_step(step));
     }
   }
 
@@ -260,8 +242,11 @@ class MatrixState {
     return p;
   }
 
-  void store(const Index& rows, int64_t count) const {
+  // With `edge`, the chunks of a step: only of sequences that have all tokens of theirs.
+  void store(const Index& rows, int64_t count, uint64_t edge = 0) const {
     ChunkRowsParams p = moved(c_.a.write, rows, count);
+    p.of = edge;
+    p.whole = edge ? static_cast<int32_t>(c_.plan.tokens) : 0;
     p.guard = index_vector(c_.a.seqs.state_indices);  // padding writes nothing
     p.out = 1;
     launch_chunk_rows(p, c_.stream);
@@ -310,13 +295,12 @@ class WindowState {
     const Tensor k = x.k.narrow(0, begin, count), u = x.U.narrow(0, begin, count);
     p.new_k = address(k);
     p.new_u = address(u);
-    p.table = address(plan.chunks) + static_cast<uint64_t>(plan.offset[step]) * 16;
+    p.table = plan.of_step(step);
     to_scratch(p, scratch_[1 - now_]);
     launch_chunk_window(p, c_.stream);
     now_ = 1 - now_;
-    // Sequences that end here are the last of this step.
-    const int64_t next =
-        step + 1 < plan.steps() ? plan.offset[step + 2] - plan.offset[step + 1] : 0;
+    // Sequences that surely have ended are the last of this step.
+    const int64_t next = step + 1 < plan.steps() ? plan.width(step + 1) : 0;
     if (next < count) put(next, count - next);
   }
 
@@ -396,7 +380,8 @@ class WindowState {
     const Window& w = c_.a.window;
     ChunkWindowParams p = params(count);
     from_scratch(p, scratch_[now_], first);
-    p.table += static_cast<uint64_t>(first) * 16;
+    // First chunks tell which sequences have tokens at all; the others keep what they have.
+    p.table = c_.plan.of_step(0) + static_cast<uint64_t>(first) * 16;
     p.to_pool = 1;
     p.to_k = address(w.k);
     p.to_u = address(w.u);
@@ -450,14 +435,13 @@ void run(const Call& c) {
   state.finish();
 }
 
-void chunked(const char* op, ChunkArgs& a, const Tensor& v, const Tensor& g, const Tensor& beta,
-             const OptTensor& cu_seqlens) {
+void chunked(const char* op, ChunkArgs& a, const Tensor& v, const Tensor& g, const Tensor& beta) {
   TORCH_CHECK(a.K <= kMaxDim && a.V <= kMaxDim, op, ": K = ", a.K, ", V = ", a.V,
               ": the XPU kernels take up to ", kMaxDim, " (local memory of a core)");
   if (a.seqs.N == 0) return;
-  const Plan plan = plan_of(op, a, cu_seqlens, v.device());
   auto by_head = [](const Tensor& t) { return t.to(at::kFloat).transpose(1, 2).contiguous(); };
   launch(op, v, [&](void* stream) {
+    const Plan plan = plan_of(op, a, v.options().dtype(at::kInt), stream);
     const Call c{op, a, plan, by_head(g), by_head(beta), v.options().dtype(at::kFloat), stream};
     if (a.window.fill)
       run<WindowState>(c);
@@ -475,7 +459,7 @@ std::tuple<Tensor, Tensor> op_chunk(const Tensor& q, const Tensor& k, const Tens
   ChunkArgs a = chunk_args("chunk", q, k, v, g, beta,
                            {initial_state, nullptr, none, none, none, cu_seqlens, none, nullptr},
                            scale, qk_l2norm, chunk_size);
-  Tensor out = new_output(v, v.sizes());
+  Tensor out = token_output(v, v.sizes(), cu_seqlens);
   Tensor final_state = at::empty({a.seqs.N, a.HV, a.V, a.K}, v.options().dtype(at::kFloat));
   a.out = view_of(out, a.V);
   a.write.ptr = final_state.data_ptr();
@@ -492,7 +476,7 @@ std::tuple<Tensor, Tensor> op_chunk(const Tensor& q, const Tensor& k, const Tens
     a.read = a.write;
     a.read.ptr = initial.data_ptr();
   }
-  chunked("chunk", a, v, g, beta, cu_seqlens);
+  chunked("chunk", a, v, g, beta);
   return {out, final_state};
 }
 
@@ -506,9 +490,9 @@ Tensor op_chunk_prefill(const Tensor& q, const Tensor& k, const Tensor& v, const
                            {none, &state, read_indices, write_indices, has_initial_state,
                             cu_seqlens, edge_rows, nullptr},
                            scale, qk_l2norm, chunk_size);
-  Tensor out = new_output(v, v.sizes());
+  Tensor out = token_output(v, v.sizes(), cu_seqlens);
   a.out = view_of(out, a.V);
-  chunked("chunk_prefill", a, v, g, beta, cu_seqlens);
+  chunked("chunk_prefill", a, v, g, beta);
   return out;
 }
 
@@ -523,9 +507,9 @@ Tensor op_chunk_lowrank(const Tensor& q, const Tensor& k, const Tensor& v, const
       chunk_args("chunk_lowrank", q, k, v, g, beta,
                  {none, nullptr, state_indices, none, has_initial_state, cu_seqlens, none, &window},
                  scale, qk_l2norm, chunk_size);
-  Tensor out = new_output(v, v.sizes());
+  Tensor out = token_output(v, v.sizes(), cu_seqlens);
   a.out = view_of(out, a.V);
-  chunked("chunk_lowrank", a, v, g, beta, cu_seqlens);
+  chunked("chunk_lowrank", a, v, g, beta);
   return out;
 }
 

@@ -278,6 +278,7 @@ Tensor op_decode_lowrank(const Tensor& projected, const Tensor& conv_weight,
 std::string op_twin_report() { return twin::report_json(); }
 void op_twin_configure(std::string key, std::string value) { twin::configure(key, value); }
 std::string op_twin_forms() { return twin::forms_json(); }
+int64_t op_twin_host_copies() { return twin::host_copies(); }
 std::vector<std::string> op_twin_sites() { return twin::mutation_sites(); }
 #endif
 
@@ -309,6 +310,7 @@ TORCH_LIBRARY(gdn_xpu_twin, m) {
   m.def("report() -> str", &op_twin_report);
   m.def("configure(str key, str value) -> ()", &op_twin_configure);
   m.def("forms() -> str", &op_twin_forms);
+  m.def("host_copies() -> int", &op_twin_host_copies);
   m.def("sites() -> str[]", &op_twin_sites);
 }
 #endif

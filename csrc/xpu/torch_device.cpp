@@ -1,4 +1,4 @@
-// The twin as a torch device under PrivateUse1: host memory, one stream, and every operator of
+// The twin as a torch device under PrivateUse1: memory of its own, one stream, and every operator of
 // torch that is not ours run on the CPU. Compiled for the twin only.
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
@@ -14,6 +14,7 @@
 #include <torch/library.h>
 
 #include "runtime/device.h"
+#include "twin/report.h"
 
 namespace gdn {
 namespace xpu {
@@ -76,10 +77,11 @@ struct TwinHooks final : at::PrivateUse1HooksInterface {
   }
 };
 
-// The same bytes as a CPU tensor: the twin's memory is the host's.
+// The same bytes as a CPU tensor: only here is the twin's memory the host's.
 Tensor on_host(const Tensor& t) {
   if (t.device().is_cpu()) return t;
-  return at::from_blob(t.data_ptr(), t.sizes(), t.strides(),
+  void* p = twin::gm_host(reinterpret_cast<uint64_t>(t.data_ptr()));
+  return at::from_blob(p, t.sizes(), t.strides(),
                        at::TensorOptions().dtype(t.scalar_type()).device(at::kCPU));
 }
 
@@ -99,7 +101,12 @@ Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride,
                                            c10::dtype_or_default(dtype));
 }
 
+// Operators that run on the CPU copy as they please; a copy outside of them was asked for, and inside
+// a call of ours it would be what no launch may do.
+thread_local int cpu_operators = 0;
+
 Tensor copy_from(const Tensor& self, const Tensor& dst, bool) {
+  if (cpu_operators == 0 && self.device() != dst.device()) twin::count_host_copy();
   on_host(dst).copy_(on_host(self));
   return dst;
 }
@@ -129,7 +136,10 @@ Tensor& set_storage(Tensor& self, at::Storage source, int64_t offset, at::IntArr
   return self;
 }
 
-at::Scalar local_scalar(const Tensor& self) { return on_host(self).item(); }
+at::Scalar local_scalar(const Tensor& self) {
+  if (cpu_operators == 0) twin::count_host_copy();
+  return on_host(self).item();
+}
 
 Tensor& zero_(Tensor& self) {
   on_host(self).zero_();
@@ -142,6 +152,10 @@ Tensor& fill_(Tensor& self, const at::Scalar& value) {
 }
 
 void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  struct Inside {
+    Inside() { ++cpu_operators; }
+    ~Inside() { --cpu_operators; }
+  } inside;
   at::native::cpu_fallback(op, stack);
 }
 

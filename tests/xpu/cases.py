@@ -11,12 +11,12 @@ import functools
 from collections.abc import Callable
 
 import torch
-from twin import EPS, assert_close, to_device
+from twin import EPS, Ops, assert_close, to_device
 
 from gdn_ops import reference
 
 f32, f16, bf16 = torch.float32, torch.float16, torch.bfloat16
-ops = torch.ops.gdn
+ops = Ops()
 CASES: dict[str, Callable[[], None]] = {}
 
 
@@ -745,10 +745,28 @@ def offsets(lengths) -> torch.Tensor:
         "packed": {"act": f32, "lengths": [70, 0, 64, 1], "H": 1, "HV": 2, "initial": True},
         "gates gone": {"act": f32, "T": 30, "clear": True, "H": 1, "HV": 2, "initial": True},
         "no norm, K 256": {"act": f32, "T": 9, "K": 256, "V": 32, "l2norm": False, "scale": 0.01},
+        # More sequences than cores: the plan of a core is for several, its offsets in many spans.
+        "many sequences": {
+            "act": f32,
+            "lengths": [0] * 500 + [40, 3] + [0] * 400 + [17],
+            "H": 1,
+            "HV": 1,
+            "K": 32,
+            "V": 32,
+            "C": 16,
+        },
+        "strided offsets": {
+            "act": f32,
+            "lengths": [5, 0, 33, 20],
+            "H": 1,
+            "HV": 1,
+            "C": 16,
+            "strided": True,
+        },
     }
 )
 def chunk(act, B=1, T=1, H=2, HV=4, K=64, V=64, C=64, lengths=None, initial=False, clear=False,
-          l2norm=True, scale=None):  # fmt: skip
+          l2norm=True, scale=None, strided=False):  # fmt: skip
     g = generator(11)
     N = B
     if lengths:
@@ -757,7 +775,10 @@ def chunk(act, B=1, T=1, H=2, HV=4, K=64, V=64, C=64, lengths=None, initial=Fals
     if clear:
         gates[:, T // 2] = float("-inf")
     start = torch.randn(N, HV, V, K, generator=g) if initial else None
-    tail = (offsets(lengths) if lengths else None, scale, l2norm, C)
+    cu = offsets(lengths) if lengths else None
+    if strided:
+        cu = cu.long().repeat_interleave(2)[::2]
+    tail = (cu, scale, l2norm, C)
     want, want_state = reference.chunk(q, k, v, gates, beta, start, *tail)
 
     def run():

@@ -170,16 +170,3 @@ def test_two_devices_in_one_call_are_refused(device):
     inputs = [torch.ones(1, 1, 1, 64) for _ in range(3)] + [torch.zeros(1, 1, 1) for _ in range(2)]
     with torch.no_grad(), pytest.raises(RuntimeError, match="expected device"):
         gdn_ops.recurrent(*map(to_device, inputs), torch.zeros(1, 1, 64, 64))
-
-
-def test_launches_neither_allocate_nor_read_the_device_on_the_host():
-    """The rule that makes a launch safe to capture in a graph, checked in the sources."""
-    import re
-    from pathlib import Path
-
-    root = Path(__file__).parent.parent.parent / "csrc" / "xpu"
-    for name in ("runtime/host.cpp", "runtime/host.h"):
-        text = (root / name).read_text()
-        assert not re.search(r"device_alloc|device_copy|stream_wait|malloc|new ", text), name
-    glue = (root / "ops.cpp").read_text()
-    assert not re.search(r"\.item\(|\.cpu\(\)|check_values|check_conv_values", glue)

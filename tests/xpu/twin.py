@@ -11,6 +11,25 @@ EPS = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8
 SUBNORMAL = {torch.float32: 0.0, torch.float16: 2.0**-25, torch.bfloat16: 0.0}
 
 
+class Ops:
+    """``torch.ops.gdn``; a call that copies between device and host is an error.
+
+    That the host reads device memory without a copy needs no check: its addresses fault there.
+    """
+
+    def __getattr__(self, name):
+        op = getattr(torch.ops.gdn, name)
+
+        def call(*args):
+            before = xpu_twin.host_copies()
+            out = op(*args)
+            copies = xpu_twin.host_copies() - before
+            assert copies == 0, f"{name}: {copies} copies between device and host in a launch"
+            return out
+
+        return call
+
+
 def to_device(x):
     """Moves a tensor, strides and all; anything else passes."""
     if not isinstance(x, torch.Tensor):

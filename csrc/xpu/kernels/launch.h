@@ -24,6 +24,7 @@ void launch_decode(const DecodeParams& p, int state_dtype, void* stream);
 void launch_gated_rms_norm(const NormParams& p, void* stream);
 
 // The chunked rule between its matrix products.
+void launch_chunk_plan(const ChunkPlanParams& p, void* stream);
 void launch_chunk_rows(const ChunkRowsParams& p, void* stream);
 void launch_chunk_gates(const ChunkParams& p, void* stream);
 void launch_chunk_decay(const ChunkParams& p, void* stream);

@@ -126,6 +126,14 @@ struct NormParams {
   float eps, inv_v;
 };
 
+// Where the chunks of a prefill are. Both tables: int32 [*, 4], see kernels/chunk_plan.xpu.
+struct ChunkPlanParams {
+  IndexVector cu;               // absent: N sequences of T tokens
+  uint64_t chunks;              // batch, first token, tokens, sequence; steps follow each other
+  uint64_t sequences;           // sequence, 0, every row, sequence; most chunks first
+  int32_t N, T, tokens, steps;  // `tokens` of a chunk
+};
+
 // Rows of D channels between a strided tensor of any dtype and dense float32 rows, for the chunked
 // rule. Item n is a chunk, or with `pool` a sequence whose rows are those of its pool row.
 struct ChunkRowsParams {
@@ -140,7 +148,9 @@ struct ChunkRowsParams {
   int64_t s_has;
   int32_t P, items, heads, ratio;  // head h of `rows` reads head h / ratio of x
   int32_t R, D, l2norm, pool;
-  int32_t out;  // 0: x to rows, zero where x has no row; 1: rows to x
+  int32_t out;    // 0: x to rows, zero where x has no row; 1: rows to x
+  int32_t whole;  // only items whose entry of `of` has this many rows; 0: all
+  uint64_t of;    // a table of chunks
   float scale;
 };
 static_assert(sizeof(ChunkRowsParams) <= 512, "launch arguments");
@@ -174,6 +184,7 @@ struct ChunkWindowParams {
   int64_t s_has;
   int32_t from_dtype_k, from_dtype_u, to_dtype_k, to_dtype_u, round_k, round_u;
   int32_t from_pool, to_pool;  // whether rows are pool rows; otherwise they are items
+                               // (to a pool: only of sequences with a token)
   int32_t items, P, R, H, HV, K, V, C, T;
 };
 static_assert(sizeof(ChunkWindowParams) <= 512, "launch arguments");

@@ -1,4 +1,5 @@
-// The twin's device: host memory that kernels reach only through checked transfers.
+// The twin's device: memory that kernels reach only through checked transfers, and the host only
+// through copies.
 #include <cstdlib>
 #include <cstring>
 #include <new>
@@ -21,18 +22,22 @@ void* device_alloc(size_t bytes) {
   // Bytes nobody has written are NaN in every float type and -1 in every integer.
   std::memset(p, 0xff, bytes);
   // Exactly the bytes asked for, so that a transfer past the end of a tensor is an error.
-  twin::gm_register(reinterpret_cast<uint64_t>(p), bytes);
-  return p;
+  const uint64_t address = reinterpret_cast<uint64_t>(p) | twin::kGmTag;
+  twin::gm_register(address, bytes);
+  return reinterpret_cast<void*>(address);
 }
 
 void device_free(void* p) {
   if (!p) return;
-  twin::gm_unregister(reinterpret_cast<uint64_t>(p));
-  std::free(p);
+  const uint64_t address = reinterpret_cast<uint64_t>(p);
+  twin::gm_unregister(address);
+  std::free(twin::gm_host(address));
 }
 
+// A host's pointer has no tag to lose.
 void device_copy(void* dst, const void* src, size_t bytes, Copy, void*) {
-  std::memcpy(dst, src, bytes);
+  auto host = [](const void* p) { return twin::gm_host(reinterpret_cast<uint64_t>(p)); };
+  std::memcpy(host(dst), host(src), bytes);
 }
 void stream_wait(void*) {}
 void check_launch(const char*) {}

@@ -401,7 +401,7 @@ void dma_load(const Site& site, uint64_t gm, void* lm, int64_t bytes) {
   size_t n = static_cast<size_t>(bytes);
   check_flags(offset, n, kPendLoad | kPendStore | kVectorDirty | kScalarDirty | kRead,
               "transfer into", site.where);
-  std::memcpy(current->lm + offset, reinterpret_cast<const void*>(gm), n);
+  std::memcpy(current->lm + offset, gm_host(gm), n);
   uint8_t* s = current->shadow + offset;
   for (size_t i = 0; i < n; ++i) s[i] = kPendLoad;
   current->touch(offset, n);
@@ -417,7 +417,7 @@ void dma_store(const Site& site, const void* lm, uint64_t gm, int64_t bytes) {
   lm_align_check(offset, bytes, site.where);
   check_flags(offset, n, kUninit | kPendLoad | kVectorDirty | kScalarDirty, "transfer out",
               site.where);
-  std::memcpy(reinterpret_cast<void*>(gm), current->lm + offset, n);
+  std::memcpy(gm_host(gm), current->lm + offset, n);
   uint8_t* s = current->shadow + offset;
   for (size_t i = 0; i < n; ++i) s[i] |= kPendStore;
   current->touch(offset, n);

@@ -64,7 +64,10 @@ struct Config {
 };
 Config& config();
 
-// Global memory is the host's; only registered ranges may be touched.
+// Global memory is the host's under addresses the host cannot use: bit 52 is set, so that a host
+// that follows a device pointer faults. Only registered ranges may be touched.
+constexpr uint64_t kGmTag = 1ull << 52;
+inline void* gm_host(uint64_t addr) { return reinterpret_cast<void*>(addr & ~kGmTag); }
 void gm_register(uint64_t base, uint64_t bytes);
 void gm_unregister(uint64_t base);
 

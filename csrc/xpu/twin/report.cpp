@@ -1,5 +1,6 @@
 #include "report.h"
 
+#include <atomic>
 #include <sstream>
 
 #include "isa.h"
@@ -41,6 +42,12 @@ std::string forms_json() {
   s << "]";
   return s.str();
 }
+
+namespace {
+std::atomic<int64_t> g_host_copies{0};
+}
+void count_host_copy() { ++g_host_copies; }
+int64_t host_copies() { return g_host_copies; }
 
 void configure(const std::string& key, const std::string& value) {
   if (key == "vmac" && (value == "fused" || value == "unfused")) {

@@ -14,6 +14,9 @@ namespace twin {
 std::string report_json();
 // The table of instruction forms, a JSON list.
 std::string forms_json();
+// Copies between the device and the host, single values too, that no operator run on the CPU made.
+void count_host_copy();
+int64_t host_copies();
 // vmac = fused | unfused; mutate = "" or "<kind> <site>".
 void configure(const std::string& key, const std::string& value);
 
