@@ -12,6 +12,7 @@ Example:
 
 from __future__ import annotations
 
+import contextlib
 import json
 import types
 
@@ -54,6 +55,7 @@ def device() -> torch.device:
         module.device_count = lambda: 1
         module.current_device = lambda: 0
         module.set_device = lambda index: None
+        module.device = lambda index: contextlib.nullcontext()
         module.synchronize = lambda index=None: None
         module.manual_seed_all = lambda seed: None
         # Random numbers come from the CPU fallback, and so does their state.

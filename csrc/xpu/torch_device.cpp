@@ -1,5 +1,5 @@
-// The twin as a torch device under PrivateUse1: memory of its own, one stream, and every operator of
-// torch that is not ours run on the CPU. Compiled for the twin only.
+// The twin as a torch device under PrivateUse1: memory of its own, one stream, and every operator
+// of torch that is not ours run on the CPU. Compiled for the twin only.
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
@@ -63,10 +63,25 @@ struct TwinGuard final : c10::impl::DeviceGuardImplInterface {
   void destroyEvent(void*, const c10::DeviceIndex) const noexcept override {}
   bool queryStream(const c10::Stream&) const override { return true; }
   void synchronizeStream(const c10::Stream&) const override {}
+  c10::Stream getDefaultStream(c10::Device d) const override { return getStream(d); }
+  c10::Stream getNewStream(c10::Device d, int) const override { return getStream(d); }
+  // No `override`: torch 2.5 has no such function.
+  void synchronizeDevice(const c10::DeviceIndex) const {}
 };
 
 struct TwinHooks final : at::PrivateUse1HooksInterface {
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  // No `override`: torch 2.5 lacks some of these.
+  bool isBuilt() const { return true; }
+  bool isAvailable() const { return true; }
+  c10::DeviceIndex deviceCount() const { return 1; }
+  c10::DeviceIndex getCurrentDevice() const { return 0; }
+  void setCurrentDevice(c10::DeviceIndex) const {}
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex) const { return 0; }
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex) const { return 0; }
+  // Copies are never asynchronous, so any host memory will do.
+  bool isPinnedPtr(const void*) const override { return false; }
+  c10::Allocator* getPinnedMemoryAllocator() const override { return c10::GetCPUAllocator(); }
   c10::Device getDeviceFromPtr(void*) const override { return c10::Device(kType, 0); }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
     c10::DataPtr fresh = allocator().allocate(bytes);
@@ -101,8 +116,8 @@ Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride,
                                            c10::dtype_or_default(dtype));
 }
 
-// Operators that run on the CPU copy as they please; a copy outside of them was asked for, and inside
-// a call of ours it would be what no launch may do.
+// Operators that run on the CPU copy as they please; a copy outside of them was asked for, and
+// inside a call of ours it would be what no launch may do.
 thread_local int cpu_operators = 0;
 
 Tensor copy_from(const Tensor& self, const Tensor& dst, bool) {
@@ -136,6 +151,11 @@ Tensor& set_storage(Tensor& self, at::Storage source, int64_t offset, at::IntArr
   return self;
 }
 
+Tensor& set_source(Tensor& self, at::Storage source) {
+  const int64_t n = static_cast<int64_t>(source.nbytes() / self.dtype().itemsize());
+  return set_storage(self, std::move(source), 0, n, {});
+}
+
 at::Scalar local_scalar(const Tensor& self) {
   if (cpu_operators == 0) twin::count_host_copy();
   return on_host(self).item();
@@ -151,12 +171,38 @@ Tensor& fill_(Tensor& self, const at::Scalar& value) {
   return self;
 }
 
+struct InsideCpuOperator {
+  InsideCpuOperator() { ++cpu_operators; }
+  ~InsideCpuOperator() { --cpu_operators; }
+};
+
 void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  struct Inside {
-    Inside() { ++cpu_operators; }
-    ~Inside() { --cpu_operators; }
-  } inside;
+  InsideCpuOperator inside;
   at::native::cpu_fallback(op, stack);
+}
+
+// A convolution of a device torch does not know is an operator of its own, which no CPU has.
+Tensor convolution(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+                   at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation,
+                   bool transposed, at::IntArrayRef output_padding, int64_t groups) {
+  InsideCpuOperator inside;
+  std::optional<Tensor> b;
+  if (bias && bias->defined()) b = on_host(*bias);
+  return at::convolution(on_host(x), on_host(weight), b, stride, padding, dilation, transposed,
+                         output_padding, groups)
+      .to(x.device());
+}
+
+std::tuple<Tensor, Tensor, Tensor> convolution_backward(
+    const Tensor& grad, const Tensor& x, const Tensor& weight, at::IntArrayRef stride,
+    at::IntArrayRef padding, at::IntArrayRef dilation, bool transposed,
+    at::IntArrayRef output_padding, int64_t groups, std::array<bool, 3> wanted) {
+  InsideCpuOperator inside;
+  auto [dx, dw, db] = at::convolution_backward(
+      on_host(grad), on_host(x), on_host(weight), at::IntArrayRef{weight.size(transposed ? 1 : 0)},
+      stride, padding, dilation, transposed, output_padding, groups, wanted);
+  auto back = [&](const Tensor& t) { return t.defined() ? t.to(x.device()) : t; };
+  return {back(dx), back(dw), back(db)};
 }
 
 REGISTER_ALLOCATOR(c10::DeviceType::PrivateUse1, &allocator())
@@ -184,6 +230,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from_and_resize", &copy_from_and_resize);
   m.impl("resize_", &resize);
   m.impl("set_.source_Storage_storage_offset", &set_storage);
+  m.impl("set_.source_Storage", &set_source);
+  m.impl("convolution_overrideable", &convolution);
+  m.impl("convolution_backward_overrideable", &convolution_backward);
   m.impl("_local_scalar_dense", &local_scalar);
   m.impl("zero_", &zero_);
   m.impl("fill_.Scalar", &fill_);

@@ -1,5 +1,7 @@
 """The twin as a torch device: dispatcher, CPU fallback, torch.compile, against the CPU backend."""
 
+import copy
+
 import pytest
 import torch
 from twin import to_device
@@ -45,6 +47,47 @@ def test_other_operators_run_on_the_cpu(device):
     assert torch.equal(y.to(torch.float16).cpu(), (x + 1).half())
     z = torch.empty(0, device=device)
     assert z.resize_(3).shape == (3,)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_convolutions_run_on_the_cpu(device, bias):
+    results = []
+    for where in ("cpu", device):
+        g = torch.Generator().manual_seed(5)
+        x, w, b = (torch.randn(*s, generator=g) for s in ((2, 6, 9), (6, 1, 4), (6,)))
+        x, w, b = (t.to(where).requires_grad_() for t in (x, w, b))
+        y = torch.nn.functional.conv1d(x, w, b if bias else None, groups=6, padding=3)
+        y.square().sum().backward()
+        results.append([y, x.grad, w.grad] + ([b.grad] if bias else []))
+    for mine, theirs in zip(results[1], results[0], strict=True):
+        assert mine.device.type == "xpu_twin"
+        torch.testing.assert_close(mine.cpu(), theirs)
+
+
+def test_tensors_are_copied_saved_and_loaded(device, tmp_path):
+    x = torch.arange(6.0, device=device).view(2, 3)
+    assert torch.equal(copy.deepcopy(x).cpu(), x.cpu()) and copy.deepcopy(x).device == x.device
+    torch.save({"x": x.T}, tmp_path / "x.pt")
+    back = torch.load(tmp_path / "x.pt")["x"]
+    assert back.device.type == "xpu_twin" and torch.equal(back.cpu(), x.T.cpu())
+    assert torch.equal(
+        torch.ones(3).pin_memory().to(device, non_blocking=True).cpu(), torch.ones(3)
+    )
+
+
+def test_the_accelerator_interface(device, tmp_path):
+    assert torch.get_device_module("xpu_twin") is torch.xpu_twin
+    if hasattr(torch, "accelerator"):
+        assert torch.accelerator.is_available() and torch.accelerator.device_count() == 1
+        torch.accelerator.synchronize()
+    # A barrier of gloo asks the accelerator where it is.
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
+    try:
+        torch.distributed.barrier()
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_a_view_of_a_pool_is_written_in_place(device):
