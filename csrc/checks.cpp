@@ -1,11 +1,9 @@
 #include "checks.h"
 
 #include <cmath>
-#include <initializer_list>
 #include <cstdlib>
 
 #include <ATen/ATen.h>
-#include <c10/core/GradMode.h>
 
 #include "index.h"
 
@@ -77,12 +75,28 @@ Index index_of(const char* op, const char* name, const at::Tensor& t, const at::
   return x;
 }
 
-// Writing through a dimension of stride 0 would make two rows one.
+// A tensor that is about to be written: no two of its elements may be one. Strides that nest, each
+// beyond what the smaller ones reach, are the layouts that pools have; others are refused.
 void check_writable(const char* op, const char* name, const at::Tensor& t) {
+  int64_t order[4];
+  int dims = 0;
   for (int64_t d = 0; d < t.dim(); ++d) {
-    TORCH_CHECK(t.size(d) <= 1 || t.stride(d) != 0, op, ": ", name,
+    if (t.size(d) <= 1) continue;
+    TORCH_CHECK(t.stride(d) != 0, op, ": ", name,
                 ": is written, so no dimension may be expanded (stride 0 in dimension ", d, ")");
+    int at = dims++;
+    for (; at > 0 && t.stride(order[at - 1]) > t.stride(d); --at) order[at] = order[at - 1];
+    order[at] = d;
   }
+  int64_t reach = 0;
+  for (int i = 0; i < dims && t.numel() > 0; ++i) {
+    TORCH_CHECK(t.stride(order[i]) > reach, op, ": ", name,
+                ": is written, so its elements may not overlap, got shape ", t.sizes(),
+                " and strides ", t.strides());
+    reach += (t.size(order[i]) - 1) * t.stride(order[i]);
+  }
+  // Autograd shall know that what it saved of this tensor is gone.
+  if (!t.is_inference()) t.unsafeGetTensorImpl()->bump_version();
 }
 
 struct Extent {
@@ -395,27 +409,6 @@ void norm_rows(const char* op, const at::Tensor& x, const at::Tensor& gate, Norm
       x.strides(), " and ", gate.strides());
 }
 
-struct NamedTensor {
-  const char* name;
-  const at::Tensor* tensor;  // null: absent
-};
-
-// Raises if grad mode is on and one of the tensors requires grad (ops with no backward).
-void refuse_grad(const char* op, std::initializer_list<NamedTensor> tensors) {
-  if (!at::GradMode::is_enabled()) return;
-  for (const NamedTensor& t : tensors) {
-    TORCH_CHECK(!t.tensor || !t.tensor->defined() || !t.tensor->requires_grad(), op,
-                ": has no gradient (it writes its state in place), but ", t.name,
-                " requires grad; call it under torch.no_grad() or inference_mode()");
-  }
-}
-
-// Of a window, or of none.
-void refuse_grad(const char* op, const WindowTensors* window) {
-  if (window)
-    refuse_grad(op, {{"win_k", &window->k}, {"win_u", &window->u}, {"win_g", &window->g}});
-}
-
 }  // namespace
 
 DType dtype_of(const char* op, const char* name, const at::Tensor& t) {
@@ -492,16 +485,6 @@ RecurrentArgs recurrent_args(const char* op, const at::Tensor& q, const at::Tens
                              const at::Tensor& v, const GateTensors& gates, const at::Tensor* state,
                              const WindowTensors* window, const SeqTensors& seq,
                              std::optional<double> scale, bool qk_l2norm) {
-  const bool raw = gates.A_log != nullptr;
-  refuse_grad(op, {{"q", &q},
-                   {"k", &k},
-                   {"v", &v},
-                   {raw ? "a" : "g", &gates.g},
-                   {raw ? "b" : "beta", &gates.beta},
-                   {"A_log", gates.A_log},
-                   {"dt_bias", gates.dt_bias},
-                   {"state", state}});
-  refuse_grad(op, window);
   RecurrentArgs a =
       sequence_inputs(op, q, k, v, gates, state, false, window, seq, scale, qk_l2norm);
   if (!window) check_speculative(op, a.seqs);
@@ -515,11 +498,6 @@ RecurrentArgs recurrent_args(const char* op, const at::Tensor& q, const at::Tens
 ChunkArgs chunk_args(const char* op, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                      const at::Tensor& g, const at::Tensor& beta, const ChunkTensors& t,
                      std::optional<double> scale, bool qk_l2norm, int64_t chunk_size) {
-  if (t.state || t.window) {
-    refuse_grad(op,
-                {{"q", &q}, {"k", &k}, {"v", &v}, {"g", &g}, {"beta", &beta}, {"state", t.state}});
-    refuse_grad(op, t.window);
-  }
   TORCH_CHECK(chunk_size >= kMinChunk && chunk_size <= kMaxChunk, op, ": chunk_size: expected ",
               kMinChunk, " to ", kMaxChunk, ", got ", chunk_size);
   check_dim(op, "q", q, 4, "[B, T, H, K]");
@@ -592,8 +570,6 @@ void check_chunk_values(const char* op, const ChunkArgs& c) {
 
 RecurrentArgs window_args(const char* op, const at::Tensor* state, const WindowTensors* window,
                           const at::Tensor& fill, const OptTensor& state_indices) {
-  refuse_grad(op, {{"state", state}});
-  refuse_grad(op, window);
   RecurrentArgs a;
   check_dim(op, "win_fill", fill, 1, "[P]");
   TORCH_CHECK(fill.scalar_type() == at::kInt, op, ": win_fill: expected int32, got ",
@@ -657,10 +633,6 @@ static ConvArgs pool_conv(const char* op, const ConvNames& names, const at::Tens
                           const at::Tensor& weight, const OptTensor& bias,
                           const at::Tensor& conv_state, const SeqTensors& seq,
                           const std::string& activation, bool conv_leading) {
-  refuse_grad(op, {{names.x, &x},
-                   {names.weight, &weight},
-                   {names.bias, bias ? &*bias : nullptr},
-                   {"conv_state", &conv_state}});
   check_dim(op, names.x, x, 3, "[B, T, C]");
   ConvArgs c;
   fill_conv(op, names, c, x, x.size(2), weight, bias, activation);
@@ -709,7 +681,6 @@ ConvGatingArgs conv_gating_args(const char* op, const at::Tensor& mixed_qkv, con
                                 const at::Tensor& dt_bias, const at::Tensor& conv_state,
                                 int64_t num_k_heads, int64_t head_k_dim, const SeqTensors& seq,
                                 bool qk_l2norm, const std::string& activation, bool conv_leading) {
-  refuse_grad(op, {{"a", &a}, {"b", &b}, {"A_log", &A_log}, {"dt_bias", &dt_bias}});
   check_dim(op, "a", a, 3, "[B, T, HV]");
   check_dim(op, "mixed_qkv", mixed_qkv, 3, "[B, T, C]");
   ConvGatingArgs f;
@@ -761,15 +732,6 @@ DecodeArgs decode_args(const char* op, const DecodeTensors& t, int64_t num_k_hea
                        int64_t head_k_dim, const SeqTensors& seq, std::optional<double> scale,
                        bool qk_l2norm, double eps, const std::string& activation,
                        bool conv_leading) {
-  refuse_grad(op, {{"projected", &t.projected},
-                   {"conv_weight", &t.conv_weight},
-                   {"conv_bias", t.conv_bias ? &*t.conv_bias : nullptr},
-                   {"A_log", &t.A_log},
-                   {"dt_bias", &t.dt_bias},
-                   {"norm_weight", &t.norm_weight},
-                   {"conv_state", &t.conv_state},
-                   {"state", t.state}});
-  refuse_grad(op, t.window);
   check_dim(op, "projected", t.projected, 3, "[B, T, D]");
   const at::Tensor& like = t.projected;
   DecodeArgs d;

@@ -8,15 +8,19 @@ op and an argument that does not fit, and leave every tensor of the call as it w
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
 import inspect
 import re
+import threading
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from common import make_layer, make_pool, make_qkv
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import gdn_ops
 from gdn_ops import windows
@@ -150,6 +154,10 @@ def fits(op: str, args: dict, name: str, dim: int, by: int) -> bool:
     )  # fmt: skip
 
 
+def written(args: dict) -> list[str]:
+    return [n for n in ("state", "conv_state", *WINDOW) if n in args]
+
+
 def breaks(op: str, args: dict) -> Iterator[tuple[str, str, dict]]:
     """(argument, what is wrong, the arguments)."""
     tensors = {n: x for n, x in args.items() if isinstance(x, Tensor)}
@@ -172,11 +180,16 @@ def breaks(op: str, args: dict) -> Iterator[tuple[str, str, dict]]:
                     yield name, f"size {by:+d} in {dim}", {**args, name: resized(x, dim, by)}
         if x.is_floating_point() and op not in AUTOGRAD:
             yield name, "requires grad", {**args, name: x.clone().requires_grad_()}
-    written = [n for n in ("state", "conv_state", *WINDOW) if n in args]
-    for name in written:
+    for name in written(args):
         x = args[name]
         yield name, "expanded", {**args, name: x[:1].expand_as(x)}
-        for other in written:
+        if x.dim() > 1:
+            closer = (x.stride(0) // 2, *x.stride()[1:])
+            halves = torch.zeros(x.numel(), dtype=x.dtype).as_strided(x.shape, closer)
+            yield name, "rows over each other", {**args, name: halves}
+        if x.is_floating_point():
+            yield name, "negated view", {**args, name: torch._neg_view(x)}
+        for other in written(args):
             y = args[other]
             if other != name and x.dtype == y.dtype and x.numel() >= y.numel():
                 shared = torch.as_strided(x, y.shape, y.stride())
@@ -246,6 +259,7 @@ RELATED = ("B", "T", "N", "H", "HV", "K", "V", "C", "D", "W", "L", "R", "tokens"
 
 
 def bits(x: Tensor) -> Tensor:
+    """All bytes that x is a view of."""
     whole = x.untyped_storage()
     return torch.empty(0, dtype=torch.uint8).set_(whole) if x.device.type == "cpu" else x
 
@@ -311,3 +325,174 @@ def test_an_accepted_break_would_be_seen():
     assert "was written" in attempt(
         functools.partial(writes_first), "recurrent", names, valid("recurrent", False)
     )
+
+
+def outputs(result) -> list[Tensor]:
+    return [] if result is None else [result] if isinstance(result, Tensor) else list(result)
+
+
+@functools.cache
+def expected(op: str, packed: bool) -> tuple[dict, list[Tensor], dict]:
+    """Arguments, what the op returns for them, and the arguments after the call."""
+    torch.manual_seed(0)
+    args = valid(op, packed)
+    after = copy.deepcopy(args)
+    return args, outputs(getattr(gdn_ops, op)(**after)), after
+
+
+def same(op: str, packed: bool, result, args: dict, what: str) -> None:
+    _, results, after = expected(op, packed)
+    for got, want in zip(outputs(result), results, strict=True):
+        assert got.dtype == want.dtype and got.stride() == want.stride(), what
+        assert torch.equal(got.as_subclass(Tensor), want), what
+    for name in written(args):
+        assert torch.equal(args[name].as_subclass(Tensor), after[name]), (what, name)
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+class EveryOp(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def default(setter: Callable, value, before):
+    setter(value)
+    try:
+        yield
+    finally:
+        setter(before)
+
+
+AROUND = {
+    "inference mode": torch.inference_mode,
+    "no_grad": torch.no_grad,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "deterministic": lambda: default(torch.use_deterministic_algorithms, True, False),
+    "default float64": lambda: default(torch.set_default_dtype, torch.float64, torch.float32),
+    "default bfloat16": lambda: default(torch.set_default_dtype, torch.bfloat16, torch.float32),
+    "default device": lambda: default(torch.set_default_device, "meta", None),
+    "dispatch mode": EveryOp,
+}
+# Other tensors of the same values.
+AS = {
+    "subclass": lambda x: x.clone().as_subclass(Subclass),
+    "parameter": lambda x: torch.nn.Parameter(x.clone(), requires_grad=False),
+    "copy on write": torch._lazy_clone,
+    "int32": lambda x: x.int() if x.dtype == torch.int64 else x.clone(),
+    "every third row": lambda x: torch.empty(3 * x.shape[0], *x.shape[1:], dtype=x.dtype)[::3]
+    .copy_(x),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
+@pytest.mark.parametrize("op", OPS)
+def test_nothing_around_a_call_changes_it(op, packed):
+    call = getattr(gdn_ops, op)
+    args, _, _ = expected(op, packed)
+    for what, context in AROUND.items():
+        own = copy.deepcopy(args)
+        with context():
+            result = call(**own)
+        same(op, packed, result, own, what)
+    for what, form in AS.items():
+        own = {n: form(x) if isinstance(x, Tensor) else x for n, x in args.items()}
+        same(op, packed, call(**own), own, what)
+    with torch.inference_mode():
+        own = {n: x.clone() if isinstance(x, Tensor) else x for n, x in args.items()}
+    with torch.no_grad():
+        same(op, packed, call(**own), own, "inference tensors outside of their mode")
+    for name, x in args.items():
+        if isinstance(x, Tensor) and x.is_floating_point() and name not in written(args):
+            own = copy.deepcopy(args) | {name: torch._neg_view(-x)}
+            same(op, packed, call(**own), own, f"{name} a negated view")
+    pristine = copy.deepcopy(args)
+    assert all(torch.equal(args[n], x) for n, x in pristine.items() if isinstance(x, Tensor))
+
+
+IN_PLACE = [op for op in OPS if op not in AUTOGRAD]
+
+
+@pytest.mark.parametrize("op", IN_PLACE)
+def test_transforms_of_an_op_that_writes_are_refused(op):
+    """torch.func would otherwise give zeros for gradients, and write nothing."""
+    call = getattr(gdn_ops, op)
+    args = valid(op, False)
+    before = copy.deepcopy(args)
+    floats = [n for n, x in args.items() if isinstance(x, Tensor) and x.is_floating_point()]
+    for name in floats:
+        x = args[name]
+
+        def run(x, name=name):
+            out = outputs(call(**{**args, name: x}))
+            return sum((o.float().sum() for o in out), torch.zeros(()))
+
+        with pytest.raises(RuntimeError, match=rf"{op}: .*{name} requires grad"):
+            torch.func.grad(run)(x)
+        with pytest.raises(RuntimeError, match=rf"{op}: .*{name} has a tangent"):
+            torch.func.jvp(run, (x,), (torch.ones_like(x),))
+        with pytest.raises(RuntimeError, match=op):
+            torch.func.vmap(run)(torch.stack([x, x]))
+    for name, old in before.items():
+        assert not isinstance(old, Tensor) or torch.equal(old, args[name]), name
+
+
+@pytest.mark.parametrize("op", IN_PLACE)
+def test_autograd_learns_of_every_write(op):
+    """Or a backward that saved the tensor would use the new values."""
+    args = valid(op, False)
+    versions = {n: args[n]._version for n in written(args)}
+    getattr(gdn_ops, op)(**args)
+    for name, old in versions.items():
+        assert args[name]._version > old, name
+    name = written(args)[0]
+    if args[name].is_floating_point():
+        weight = torch.ones_like(args[name], requires_grad=True)
+        product = (args[name] * weight).sum()
+        with torch.no_grad():
+            getattr(gdn_ops, op)(**args)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.backward()
+
+
+def test_every_op_that_writes_has_the_kernels_above_its_backend():
+    names = {name.split("::")[1] for name in torch._C._dispatch_get_all_op_names()
+             if name.startswith("gdn::")}  # fmt: skip
+    for name in names:
+        schema = getattr(torch.ops.gdn, name).default._schema
+        composite = torch._C._dispatch_has_kernel_for_dispatch_key(
+            f"gdn::{name}", "CompositeImplicitAutograd"
+        )
+        if schema.is_mutable and not composite and name != "sweep":
+            assert name in IN_PLACE
+            for key in ("Autograd", "Negative"):
+                has = torch._C._dispatch_has_kernel_for_dispatch_key
+                assert has(f"gdn::{name}", key), (name, key)
+
+
+def test_threads_that_call_at_once():
+    """Eight of them, each op in turn, on one and two threads of their own."""
+    jobs = [(op, packed) for op in OPS for packed in (False, True)]
+    for job in jobs:
+        expected(*job)
+    wrong = []
+
+    def work(first: int) -> None:
+        torch.set_num_threads(1 + first % 2)
+        for i in range(2 * len(jobs)):
+            op, packed = jobs[(7 * i + 3 * first) % len(jobs)]
+            args = copy.deepcopy(expected(op, packed)[0])
+            try:
+                same(op, packed, getattr(gdn_ops, op)(**args), args, op)
+            except Exception as error:
+                wrong.append(f"{op}: {error}")
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong, wrong[:3]

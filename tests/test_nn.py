@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
+
 import pytest
 import torch
 
@@ -244,3 +248,29 @@ def test_packed_projection_order():
         "in_proj.weight", "conv_weight", "A_log", "dt_bias", "norm_weight", "out_proj.weight"
     }  # fmt: skip
     assert make(dtype=torch.bfloat16).A_log.dtype == torch.float32
+
+
+@pytest.mark.parametrize("mode", layers.STATE_MODES)
+@torch.no_grad()
+def test_copies_of_a_layer_and_its_states_compute_the_same(mode):
+    """deepcopy, pickle and torch.save, of a sequence at work; the copies share nothing."""
+    layer = make(state_mode=mode, window=4)
+    states = layer.allocate(3)
+    x = inputs(layer, 3, 6)
+    layer.prefill(x[:, :4], states)
+    saved = io.BytesIO()
+    torch.save({"layer": layer.state_dict(), "states": tuple(states)}, saved)
+    saved.seek(0)
+    loaded = torch.load(saved, weights_only=True)
+    other = make(state_mode=mode, window=4, seed=1)
+    other.load_state_dict(loaded["layer"])
+    pairs = [
+        copy.deepcopy((layer, states)),
+        pickle.loads(pickle.dumps((layer, states))),
+        (other, layers.States(*loaded["states"])),
+    ]
+    want = [layer.decode(x[:, t : t + 1], states) for t in (4, 5)]
+    for again, pools in pairs:
+        got = [again.decode(x[:, t : t + 1], pools) for t in (4, 5)]
+        assert all(map(torch.equal, got, want))
+        assert all(a is None or torch.equal(a, b) for a, b in zip(pools, states, strict=True))
