@@ -67,6 +67,18 @@ def test_versions_agree():
         assert metadata.version("gdn-ops") == declared
 
 
+def test_import_brings_no_module_of_others():
+    """On top of torch: 40 to 70 ms here, which a heavy import would double."""
+    code = (
+        "import sys, torch; before = set(sys.modules); import gdn_ops; "
+        "print(*(set(sys.modules) - before))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    others = {m for m in run.stdout.split() if not m.startswith(("gdn_ops", "torch."))}
+    assert not others
+
+
 def test_no_python_in_the_abi():
     """One library serves every Python version: nothing in it may need Python's C API."""
     data = LIBRARY.read_bytes()
