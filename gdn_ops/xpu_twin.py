@@ -27,6 +27,7 @@ __all__ = [
     "host_copies",
     "reports",
     "set_mutation",
+    "set_switch",
     "set_vmac",
     "sites",
 ]
@@ -90,6 +91,14 @@ def sites() -> list[str]:
 def set_vmac(model: str) -> None:
     """``"fused"`` (one rounding) or ``"unfused"`` (two): which one the chip has is not public."""
     torch.ops.gdn_xpu_twin.configure("vmac", model)
+
+
+def set_switch(name: str, on: bool) -> None:
+    """Runs the kernels as a build with ``-D name`` would: ``GDN_XPU_SCALAR_MAC``, ``..NO_MERGE32``.
+
+    See docs/xpu.md, "Switches".
+    """
+    torch.ops.gdn_xpu_twin.configure(name, "1" if on else "0")
 
 
 def set_mutation(text: str) -> None:

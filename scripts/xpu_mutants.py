@@ -7,7 +7,7 @@ Every place in the kernels that the cases reach is a candidate. A mutant that no
 printed; the ones known to change nothing are listed below with the reason, and any other makes the
 script fail.
 
-    python scripts/xpu_mutants.py [--only SUBSTRING] [--list]
+    python scripts/xpu_mutants.py [--only SUBSTRING] [--switch NAME ...] [--list]
 """
 
 from __future__ import annotations
@@ -77,6 +77,9 @@ def noticed(names: list[str], cases) -> str | None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="mutants whose kind or site contains this")
+    parser.add_argument(
+        "--switch", action="append", default=[], help="mutants that only exist with this switch on"
+    )
     parser.add_argument("--list", action="store_true", help="print the mutants and stop")
     args = parser.parse_args()
     if not xpu_twin.available():
@@ -90,7 +93,14 @@ def main() -> int:
             run()
             for entry in xpu_twin.sites():
                 seen.setdefault(entry.split(" ")[1], []).append(name)
-        chosen = [m for m in mutants() if args.only in " ".join(m)]
+        without = set(seen) if args.switch else set()
+        for switch in args.switch:
+            xpu_twin.set_switch(switch, True)
+        for name, run in CASES.items() if args.switch else ():
+            run()
+            for entry in xpu_twin.sites():
+                seen.setdefault(entry.split(" ")[1], []).append(name)
+        chosen = [m for m in mutants() if args.only in " ".join(m) and m[1] not in without]
         if args.list:
             print("\n".join(" ".join(m) for m in chosen))
             return 0

@@ -156,7 +156,10 @@ Group group_of(const Call& c, int64_t begin, int64_t count) {
 
   const Tensor k_t = x.k.transpose(2, 3);
   const Tensor kk = at::matmul(x.k, k_t), qk = at::matmul(q, k_t);
-  const Tensor A = at::empty({count, a.HV, C, C}, c.floats);
+  // Of a chunk without tokens the kernels write neither A nor its inverse: with zeros W and U are
+  // zero, and what M holds reaches no token.
+  const Tensor A = C > kSolved ? at::zeros({count, a.HV, C, C}, c.floats)
+                               : at::empty({count, a.HV, C, C}, c.floats);
   x.M = at::empty_like(A);
   p.kk = address(kk);
   p.qk = address(qk);
@@ -450,11 +453,12 @@ void chunked(const char* op, ChunkArgs& a, const Tensor& v, const Tensor& g, con
   });
 }
 
-std::tuple<Tensor, Tensor> op_chunk(const Tensor& q, const Tensor& k, const Tensor& v,
+std::tuple<Tensor, Tensor> op_chunk(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in,
                                     const Tensor& g, const Tensor& beta,
                                     const OptTensor& initial_state, const OptTensor& cu_seqlens,
                                     std::optional<double> scale, bool qk_l2norm,
                                     int64_t chunk_size) {
+  const Tensor q = dense_channels(q_in), k = dense_channels(k_in), v = dense_channels(v_in);
   const OptTensor none;
   ChunkArgs a = chunk_args("chunk", q, k, v, g, beta,
                            {initial_state, nullptr, none, none, none, cu_seqlens, none, nullptr},
@@ -480,11 +484,12 @@ std::tuple<Tensor, Tensor> op_chunk(const Tensor& q, const Tensor& k, const Tens
   return {out, final_state};
 }
 
-Tensor op_chunk_prefill(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g,
+Tensor op_chunk_prefill(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const Tensor& g,
                         const Tensor& beta, Tensor& state, const OptTensor& read_indices,
                         const OptTensor& write_indices, const OptTensor& has_initial_state,
                         const OptTensor& cu_seqlens, const OptTensor& edge_rows,
                         std::optional<double> scale, bool qk_l2norm, int64_t chunk_size) {
+  const Tensor q = dense_channels(q_in), k = dense_channels(k_in), v = dense_channels(v_in);
   const OptTensor none;
   ChunkArgs a = chunk_args("chunk_prefill", q, k, v, g, beta,
                            {none, &state, read_indices, write_indices, has_initial_state,
@@ -496,11 +501,12 @@ Tensor op_chunk_prefill(const Tensor& q, const Tensor& k, const Tensor& v, const
   return out;
 }
 
-Tensor op_chunk_lowrank(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g,
+Tensor op_chunk_lowrank(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const Tensor& g,
                         const Tensor& beta, Tensor& win_k, Tensor& win_u, Tensor& win_g,
                         Tensor& win_fill, const OptTensor& state_indices,
                         const OptTensor& has_initial_state, const OptTensor& cu_seqlens,
                         std::optional<double> scale, bool qk_l2norm, int64_t chunk_size) {
+  const Tensor q = dense_channels(q_in), k = dense_channels(k_in), v = dense_channels(v_in);
   const OptTensor none;
   const WindowTensors window{win_k, win_u, win_g, win_fill};
   ChunkArgs a =

@@ -43,6 +43,19 @@ void launch(const char* op, const at::Tensor& on, F f) {
   }
 }
 
+// The kernels move channels as they lie next to each other; where they do not, a copy does.
+inline at::Tensor dense_channels(const at::Tensor& t) {
+  return t.dim() > 0 && t.size(-1) > 1 && t.stride(-1) != 1 ? t.contiguous() : t;
+}
+inline OptTensor dense_channels(const OptTensor& t) {
+  return t ? OptTensor(dense_channels(*t)) : OptTensor();
+}
+// [C, W], by channel or by tap.
+inline at::Tensor dense_weight(const at::Tensor& w) {
+  const bool dense = w.dim() != 2 || w.is_contiguous() || w.stride(0) == 1;
+  return dense ? w : w.contiguous();
+}
+
 // With cu_seqlens tokens may lie outside every sequence; their outputs are zero.
 inline at::Tensor token_output(const at::Tensor& like, at::IntArrayRef sizes,
                                const OptTensor& cu_seqlens) {

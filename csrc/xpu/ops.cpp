@@ -13,9 +13,10 @@ namespace {
 
 using at::Tensor;
 
-Tensor recurrent_common(const char* op, const Tensor& q, const Tensor& k, const Tensor& v,
+Tensor recurrent_common(const char* op, const Tensor& q_in, const Tensor& k_in, const Tensor& v_in,
                         const GateTensors& gates, Tensor& state, const SeqTensors& seq,
                         std::optional<double> scale, bool qk_l2norm) {
+  const Tensor q = dense_channels(q_in), k = dense_channels(k_in), v = dense_channels(v_in);
   RecurrentArgs a = recurrent_args(op, q, k, v, gates, &state, nullptr, seq, scale, qk_l2norm);
   Tensor o = token_output(q, {q.size(0), q.size(1), a.HV, a.V}, seq.cu_seqlens);
   a.out = view_of(o, a.V);
@@ -45,10 +46,11 @@ Tensor op_recurrent_gated(const Tensor& q, const Tensor& k, const Tensor& v, con
                           qk_l2norm);
 }
 
-Tensor window_common(const char* op, const Tensor& q, const Tensor& k, const Tensor& v,
+Tensor window_common(const char* op, const Tensor& q_in, const Tensor& k_in, const Tensor& v_in,
                      const Tensor& g, const Tensor& beta, Tensor* state,
                      const WindowTensors& window, const SeqTensors& seq,
                      std::optional<double> scale, bool qk_l2norm) {
+  const Tensor q = dense_channels(q_in), k = dense_channels(k_in), v = dense_channels(v_in);
   RecurrentArgs a = recurrent_args(op, q, k, v, {g, beta}, state, &window, seq, scale, qk_l2norm);
   Tensor o = token_output(q, {q.size(0), q.size(1), a.HV, a.V}, seq.cu_seqlens);
   a.out = view_of(o, a.V);
@@ -105,11 +107,13 @@ std::tuple<Tensor, Tensor> op_gating(const Tensor& a, const Tensor& b, const Ten
   return {g, beta};
 }
 
-Tensor op_short_conv(const Tensor& x, const Tensor& weight, const OptTensor& bias,
+Tensor op_short_conv(const Tensor& x_in, const Tensor& weight_in, const OptTensor& bias_in,
                      Tensor& conv_state, const OptTensor& state_indices,
                      const OptTensor& has_initial_state, const OptTensor& cu_seqlens,
                      const OptTensor& num_accepted, const std::string& activation,
                      bool conv_leading) {
+  const Tensor x = dense_channels(x_in), weight = dense_weight(weight_in);
+  const OptTensor bias = dense_channels(bias_in);
   ConvArgs a = conv_args("short_conv", x, weight, bias, conv_state,
                          {state_indices, has_initial_state, cu_seqlens, num_accepted}, activation,
                          conv_leading);
@@ -142,11 +146,14 @@ Front front_outputs(ConvGatingArgs& f, const Tensor& x, const OptTensor& cu_seql
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> op_conv_gating(
-    const Tensor& mixed_qkv, const Tensor& a, const Tensor& b, const Tensor& conv_weight,
-    const OptTensor& conv_bias, const Tensor& A_log, const Tensor& dt_bias, Tensor& conv_state,
+    const Tensor& mixed_qkv_in, const Tensor& a, const Tensor& b, const Tensor& conv_weight_in,
+    const OptTensor& conv_bias_in, const Tensor& A_log, const Tensor& dt_bias, Tensor& conv_state,
     int64_t num_k_heads, int64_t head_k_dim, const OptTensor& state_indices,
     const OptTensor& has_initial_state, const OptTensor& cu_seqlens, const OptTensor& num_accepted,
     bool qk_l2norm, const std::string& activation, bool conv_leading) {
+  const Tensor mixed_qkv = dense_channels(mixed_qkv_in);
+  const Tensor conv_weight = dense_weight(conv_weight_in);
+  const OptTensor conv_bias = dense_channels(conv_bias_in);
   ConvGatingArgs f = conv_gating_args("conv_gating", mixed_qkv, a, b, conv_weight, conv_bias, A_log,
                                       dt_bias, conv_state, num_k_heads, head_k_dim,
                                       {state_indices, has_initial_state, cu_seqlens, num_accepted},
@@ -156,7 +163,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> op_conv_gating(
   return {out.q, out.k, out.v, out.g, out.beta};
 }
 
-Tensor op_gated_rms_norm(const Tensor& x, const Tensor& gate, const Tensor& weight, double eps) {
+Tensor op_gated_rms_norm(const Tensor& x, const Tensor& gate, const Tensor& weight_in, double eps) {
+  const Tensor weight = dense_channels(weight_in);
   NormArgs n = norm_args("gated_rms_norm", x, gate, weight, eps);
   TORCH_CHECK(n.heads == 1,
               "gated_rms_norm: x, gate: expected rows with one stride on this device, got strides ",
@@ -169,10 +177,14 @@ Tensor op_gated_rms_norm(const Tensor& x, const Tensor& gate, const Tensor& weig
 
 // Where the layer does not fit one launch: convolution and gates, then the recurrence or a window,
 // then the norm, through scratch of torch's own allocator.
-Tensor decode_common(const char* op, const DecodeTensors& t, Tensor* state, int64_t num_k_heads,
+Tensor decode_common(const char* op, const DecodeTensors& given, Tensor* state, int64_t num_k_heads,
                      int64_t head_k_dim, const SeqTensors& seq, std::optional<double> scale,
                      bool qk_l2norm, double eps, const std::string& activation, bool conv_leading) {
-  const Tensor& x = t.projected;
+  const Tensor x = dense_channels(given.projected), weight = dense_weight(given.conv_weight);
+  const Tensor norm_weight = dense_channels(given.norm_weight);
+  const OptTensor bias = dense_channels(given.conv_bias);
+  const DecodeTensors t{x,           weight,           bias,        given.A_log, given.dt_bias,
+                        norm_weight, given.conv_state, given.state, given.window};
   DecodeArgs d = decode_args(op, t, num_k_heads, head_k_dim, seq, scale, qk_l2norm, eps, activation,
                              conv_leading);
   RecurrentArgs& r = d.recurrent;

@@ -1,4 +1,4 @@
-"""Every XPU kernel on the twin against the float64 oracle, with a fused and an unfused vmac."""
+"""Every XPU kernel on the twin against the float64 oracle: both models of vmac, every switch."""
 
 import pytest
 import torch
@@ -6,13 +6,27 @@ from cases import CASES
 
 from gdn_ops import xpu_twin
 
+SWITCHES = ("GDN_XPU_SCALAR_MAC", "GDN_XPU_NO_MERGE32")
+BUILDS = {
+    "fused": ("fused", ()),
+    "unfused": ("unfused", ()),
+    "scalar_mac": ("fused", SWITCHES[:1]),
+    "no_merge32": ("fused", SWITCHES[1:]),
+    "both switches, unfused": ("unfused", SWITCHES),
+}
 
-@pytest.mark.parametrize("vmac", ["fused", "unfused"])
+
+@pytest.mark.parametrize("build", BUILDS)
 @pytest.mark.parametrize("name", CASES)
-def test_against_oracle(name, vmac):
+def test_against_oracle(name, build):
+    vmac, on = BUILDS[build]
     xpu_twin.set_vmac(vmac)
+    for switch in on:
+        xpu_twin.set_switch(switch, True)
     try:
         with torch.no_grad():
             CASES[name]()
     finally:
         xpu_twin.set_vmac("fused")
+        for switch in on:
+            xpu_twin.set_switch(switch, False)

@@ -100,6 +100,37 @@ __device__ inline uint16_t s_float_to_half(sfloat f) {
 #endif
 #endif
 
+// Forms that public sources do not show for this chip, or show as a function only, each with what
+// replaces it: XPU_IF_x(with, without) is one of two statements. On the device a switch of the
+// build decides and the other statement is never seen; the twin has both and decides when it runs.
+#if defined(GDN_XPU_TWIN)
+#define XPU_IF_SCALAR_MAC(with, without) \
+  do {                                   \
+    if (XPU_SWITCH(scalar_mac))          \
+      with;                              \
+    else                                 \
+      without;                           \
+  } while (0)
+#define XPU_IF_NO_MERGE32(with, without) \
+  do {                                   \
+    if (XPU_SWITCH(no_merge32))          \
+      with;                              \
+    else                                 \
+      without;                           \
+  } while (0)
+#else
+#if defined(GDN_XPU_SCALAR_MAC)  // vmac.f with a scalar factor
+#define XPU_IF_SCALAR_MAC(with, without) with
+#else
+#define XPU_IF_SCALAR_MAC(with, without) without
+#endif
+#if defined(GDN_XPU_NO_MERGE32)  // no interleaving of 32-bit lanes
+#define XPU_IF_NO_MERGE32(with, without) with
+#else
+#define XPU_IF_NO_MERGE32(with, without) without
+#endif
+#endif
+
 // Spaces a fence waits for, the operand of the vendor's mfence.
 #define XPU_LM_ONLY 1  // between vector and scalar accesses to the same local bytes
 #define XPU_LM_GM 5    // and for every transfer between local and global memory

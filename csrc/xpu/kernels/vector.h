@@ -60,12 +60,23 @@ __device__ inline sfloat s_div(sfloat a, sfloat b) {
 
 __device__ inline sfloat s_rsqrt(sfloat x) { return s_div(1.0f, s_sqrt(x)); }
 
-// Sums the lanes of two accumulators. After two levels of merge and add, lane 4i holds a partial
-// sum of `a` and lane 4i+2 one of `b`, i = 0..3; the last level is scalar. `scratch`: 16 floats.
-__device__ inline void lane_sums(const vf32& a, const vf32& b, lm_ptr<float> scratch, sfloat* sum_a,
-                                 sfloat* sum_b) {
-#if defined(GDN_XPU_NO_MERGE32)
-  // Without the vendor's 32-bit merges: both accumulators are stored and added by the scalar unit.
+// Sums of the lanes of two accumulators; `scratch`: 32 floats. Both store and let the scalar unit
+// finish. With merges: after two levels of merge and add, lane 4i holds a partial sum of `a` and
+// lane 4i + 2 one of `b`, i = 0..3.
+#if !defined(GDN_XPU_NO_MERGE32) || defined(GDN_XPU_TWIN)
+__device__ inline void lane_sums_merged(const vf32& a, const vf32& b, lm_ptr<float> scratch,
+                                        sfloat* sum_a, sfloat* sum_b) {
+  vf32 s = vvadd_float32x16(vvmerge_l_float32x16(a, b), vvmerge_h_float32x16(a, b));
+  s = vvadd_float32x16(vvmerge_l_float32x16(s, s), vvmerge_h_float32x16(s, s));
+  store(scratch, s);
+  XPU_FENCE(XPU_LM_ONLY);
+  *sum_a = (lm_get(scratch, 0) + lm_get(scratch, 4)) + (lm_get(scratch, 8) + lm_get(scratch, 12));
+  *sum_b = (lm_get(scratch, 2) + lm_get(scratch, 6)) + (lm_get(scratch, 10) + lm_get(scratch, 14));
+}
+#endif
+
+__device__ inline void lane_sums_stored(const vf32& a, const vf32& b, lm_ptr<float> scratch,
+                                        sfloat* sum_a, sfloat* sum_b) {
   store(scratch, a);
   store(scratch + 16, b);
   XPU_FENCE(XPU_LM_ONLY);
@@ -78,14 +89,33 @@ __device__ inline void lane_sums(const vf32& a, const vf32& b, lm_ptr<float> scr
   }
   *sum_a = (ta[0] + ta[2]) + (ta[1] + ta[3]);
   *sum_b = (tb[0] + tb[2]) + (tb[1] + tb[3]);
-#else
-  vf32 s = vvadd_float32x16(vvmerge_l_float32x16(a, b), vvmerge_h_float32x16(a, b));
-  s = vvadd_float32x16(vvmerge_l_float32x16(s, s), vvmerge_h_float32x16(s, s));
-  store(scratch, s);
-  XPU_FENCE(XPU_LM_ONLY);
-  *sum_a = (lm_get(scratch, 0) + lm_get(scratch, 4)) + (lm_get(scratch, 8) + lm_get(scratch, 12));
-  *sum_b = (lm_get(scratch, 2) + lm_get(scratch, 6)) + (lm_get(scratch, 10) + lm_get(scratch, 14));
-#endif
+}
+
+__device__ inline void lane_sums(const vf32& a, const vf32& b, lm_ptr<float> scratch, sfloat* sum_a,
+                                 sfloat* sum_b) {
+  XPU_IF_NO_MERGE32(lane_sums_stored(a, b, scratch, sum_a, sum_b),
+                    lane_sums_merged(a, b, scratch, sum_a, sum_b));
+}
+
+// A scalar that vectors are multiplied by and added: in all lanes of a register, or where vmac
+// takes a scalar, as it is.
+struct Factor {
+  vf32 lanes;
+  sfloat scalar;
+};
+
+__device__ inline void set_factor(Factor& f, sfloat s) {
+  f.scalar = s;
+  XPU_IF_SCALAR_MAC((void)0, broadcast(f.lanes, s));
+}
+
+__device__ inline void multiply_add_scalar(vf32& acc, sfloat s, const vf32& v) {
+  XPU_ASM("vmac.f.mz.rn %[acc]{mr1}, %[s], %[v]\n", (XPU_OP(acc, "+v", acc)),
+          (XPU_OP(s, "r", s), XPU_OP(v, "v", v)));
+}
+
+__device__ inline void multiply_add(vf32& acc, const Factor& f, const vf32& v) {
+  XPU_IF_SCALAR_MAC(multiply_add_scalar(acc, f.scalar, v), multiply_add(acc, f.lanes, v));
 }
 
 // One chunk of a state row per dtype. `load_dot` widens the chunk and adds its products with k and
@@ -135,23 +165,15 @@ struct Row<kF16> {
   }
 
   __device__ static inline void update_store(lm_ptr<char> p, vf32& lo, vf32& hi, sfloat d,
-                                             const vf32& u, sfloat u_scalar, const vf32& k_lo,
-                                             const vf32& k_hi) {
+                                             const Factor& u, const vf32& k_lo, const vf32& k_hi) {
+    XPU_IF_SCALAR_MAC(update_store_scalar(p, lo, hi, d, u.scalar, k_lo, k_hi),
+                      update_store_lanes(p, lo, hi, d, u.lanes, k_lo, k_hi));
+  }
+
+  __device__ static inline void update_store_lanes(lm_ptr<char> p, vf32& lo, vf32& hi, sfloat d,
+                                                   const vf32& u, const vf32& k_lo,
+                                                   const vf32& k_hi) {
     vf16 raw;
-#if defined(GDN_XPU_SCALAR_MAC)
-    XPU_ASM_MEM(
-        "vmul.f.mz.rn %[lo]{mr1}, %[d], %[lo]\n"
-        "vmul.f.mz.rn %[hi]{mr1}, %[d], %[hi]\n"
-        "vmac.f.mz.rn %[lo]{mr1}, %[u], %[kl]\n"
-        "vmac.f.mz.rn %[hi]{mr1}, %[u], %[kh]\n"
-        "vfloat2fp16_l.rn %[raw], %[lo]\n"
-        "vfloat2fp16_h.rn %[raw], %[hi]\n"
-        "vstore.mz %[raw]{mr1}, 0(%[p])\n",
-        (XPU_OP(raw, "=&v", raw), XPU_OP(lo, "+v", lo), XPU_OP(hi, "+v", hi)),
-        (XPU_OP(p, "r", p), XPU_OP(d, "r", d), XPU_OP(u, "r", u_scalar), XPU_OP(kl, "v", k_lo),
-         XPU_OP(kh, "v", k_hi)));
-    (void)u;
-#else
     XPU_ASM_MEM(
         "vmul.f.mz.rn %[lo]{mr1}, %[d], %[lo]\n"
         "vmul.f.mz.rn %[hi]{mr1}, %[d], %[hi]\n"
@@ -163,14 +185,28 @@ struct Row<kF16> {
         (XPU_OP(raw, "=&v", raw), XPU_OP(lo, "+v", lo), XPU_OP(hi, "+v", hi)),
         (XPU_OP(p, "r", p), XPU_OP(d, "r", d), XPU_OP(u, "v", u), XPU_OP(kl, "v", k_lo),
          XPU_OP(kh, "v", k_hi)));
-    (void)u_scalar;
-#endif
+  }
+
+  __device__ static inline void update_store_scalar(lm_ptr<char> p, vf32& lo, vf32& hi, sfloat d,
+                                                    sfloat u, const vf32& k_lo, const vf32& k_hi) {
+    vf16 raw;
+    XPU_ASM_MEM(
+        "vmul.f.mz.rn %[lo]{mr1}, %[d], %[lo]\n"
+        "vmul.f.mz.rn %[hi]{mr1}, %[d], %[hi]\n"
+        "vmac.f.mz.rn %[lo]{mr1}, %[u], %[kl]\n"
+        "vmac.f.mz.rn %[hi]{mr1}, %[u], %[kh]\n"
+        "vfloat2fp16_l.rn %[raw], %[lo]\n"
+        "vfloat2fp16_h.rn %[raw], %[hi]\n"
+        "vstore.mz %[raw]{mr1}, 0(%[p])\n",
+        (XPU_OP(raw, "=&v", raw), XPU_OP(lo, "+v", lo), XPU_OP(hi, "+v", hi)),
+        (XPU_OP(p, "r", p), XPU_OP(d, "r", d), XPU_OP(u, "r", u), XPU_OP(kl, "v", k_lo),
+         XPU_OP(kh, "v", k_hi)));
   }
 };
 
 // Both halves of a chunk: d * row + u * k.
-__device__ inline void decay_add(vf32& lo, vf32& hi, sfloat d, const vf32& u, const vf32& k_lo,
-                                 const vf32& k_hi) {
+__device__ inline void decay_add_lanes(vf32& lo, vf32& hi, sfloat d, const vf32& u,
+                                       const vf32& k_lo, const vf32& k_hi) {
   XPU_ASM(
       "vmul.f.mz.rn %[lo]{mr1}, %[d], %[lo]\n"
       "vmul.f.mz.rn %[hi]{mr1}, %[d], %[hi]\n"
@@ -178,6 +214,23 @@ __device__ inline void decay_add(vf32& lo, vf32& hi, sfloat d, const vf32& u, co
       "vmac.f.mz.rn %[hi]{mr1}, %[u], %[kh]\n",
       (XPU_OP(lo, "+v", lo), XPU_OP(hi, "+v", hi)),
       (XPU_OP(d, "r", d), XPU_OP(u, "v", u), XPU_OP(kl, "v", k_lo), XPU_OP(kh, "v", k_hi)));
+}
+
+__device__ inline void decay_add_scalar(vf32& lo, vf32& hi, sfloat d, sfloat u, const vf32& k_lo,
+                                        const vf32& k_hi) {
+  XPU_ASM(
+      "vmul.f.mz.rn %[lo]{mr1}, %[d], %[lo]\n"
+      "vmul.f.mz.rn %[hi]{mr1}, %[d], %[hi]\n"
+      "vmac.f.mz.rn %[lo]{mr1}, %[u], %[kl]\n"
+      "vmac.f.mz.rn %[hi]{mr1}, %[u], %[kh]\n",
+      (XPU_OP(lo, "+v", lo), XPU_OP(hi, "+v", hi)),
+      (XPU_OP(d, "r", d), XPU_OP(u, "r", u), XPU_OP(kl, "v", k_lo), XPU_OP(kh, "v", k_hi)));
+}
+
+__device__ inline void decay_add(vf32& lo, vf32& hi, sfloat d, const Factor& u, const vf32& k_lo,
+                                 const vf32& k_hi) {
+  XPU_IF_SCALAR_MAC(decay_add_scalar(lo, hi, d, u.scalar, k_lo, k_hi),
+                    decay_add_lanes(lo, hi, d, u.lanes, k_lo, k_hi));
 }
 
 // Both halves of a chunk against k and q.
@@ -222,8 +275,7 @@ struct Row<kF32> {
   }
 
   __device__ static inline void update_store(lm_ptr<char> p, vf32& lo, vf32& hi, sfloat d,
-                                             const vf32& u, sfloat, const vf32& k_lo,
-                                             const vf32& k_hi) {
+                                             const Factor& u, const vf32& k_lo, const vf32& k_hi) {
     decay_add(lo, hi, d, u, k_lo, k_hi);
     store_chunk(p, lo, hi);
   }
@@ -278,8 +330,7 @@ struct Row<kBf16> {
   }
 
   __device__ static inline void update_store(lm_ptr<char> p, vf32& lo, vf32& hi, sfloat d,
-                                             const vf32& u, sfloat, const vf32& k_lo,
-                                             const vf32& k_hi) {
+                                             const Factor& u, const vf32& k_lo, const vf32& k_hi) {
     decay_add(lo, hi, d, u, k_lo, k_hi);
     store_chunk(p, lo, hi);
   }

@@ -215,13 +215,18 @@ WindowParams window_params(const RecurrentArgs& a) {
   p.HV = static_cast<int32_t>(a.HV);
   p.K = static_cast<int16_t>(a.K);
   p.V = static_cast<int16_t>(a.V);
-  // Sums over the window have V on the lanes: pieces of whole chunks, whole heads where they fill
-  // the chip, so that a core reads the keys of a window once a key head.
-  int64_t heads = a.seqs.N * a.HV;
+  // Whole heads where they fill the chip, so that a core reads the keys of a window once a key
+  // head; pieces where they do not. Its products with the keys cost a core about as much as 16
+  // rows.
   p.unit = static_cast<int32_t>(a.V);
-  for (int unit : {128, 64, 32}) {
-    if (heads * a.V / p.unit >= kChipCores || a.V % unit != 0) continue;
-    p.unit = unit;
+  int64_t best = 0;
+  for (int64_t unit : {a.V, int64_t{128}, int64_t{64}, int64_t{32}, int64_t{16}, int64_t{8}}) {
+    if (unit > a.V || a.V % unit != 0) continue;
+    const int64_t units = a.seqs.N * a.HV * (a.V / unit);
+    const int64_t cost = (units + kChipCores - 1) / kChipCores * (unit + 16);
+    if (best && cost >= best) continue;
+    best = cost;
+    p.unit = static_cast<int32_t>(unit);
   }
   p.units_per_head = pieces(a.V, p.unit);
   return p;

@@ -124,6 +124,7 @@ inline uint32_t s_float_to_bits(sfloat f) {
 #define sm_get(p, i) ::gdn::xpu::twin::sm_get(p, i, XPU_WHERE)
 #define sm_put(p, i, v) ::gdn::xpu::twin::sm_put(p, i, v, XPU_WHERE)
 
+#define XPU_SWITCH(name) (::gdn::xpu::twin::config().name)
 #define XPU_SITE(kind) static const ::gdn::xpu::twin::Site xpu_site(kind, __FILE__, __LINE__)
 #define XPU_LOAD(gm, lm, bytes)                              \
   do {                                                       \

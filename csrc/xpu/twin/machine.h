@@ -61,6 +61,17 @@ struct LaunchReport {
 
 struct Config {
   bool fused_mac = true;  // vmac rounds once; false: product and sum each round
+  // Switches of the build (kernels/lang.h).
+#if defined(GDN_XPU_SCALAR_MAC)
+  bool scalar_mac = true;
+#else
+  bool scalar_mac = false;
+#endif
+#if defined(GDN_XPU_NO_MERGE32)
+  bool no_merge32 = true;
+#else
+  bool no_merge32 = false;
+#endif
 };
 Config& config();
 

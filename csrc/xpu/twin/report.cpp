@@ -11,6 +11,7 @@ namespace twin {
 
 std::string report_json() {
   std::ostringstream s;
+  s.precision(15);
   s << "[";
   bool first = true;
   for (const LaunchReport& r : take_reports()) {
@@ -52,6 +53,10 @@ int64_t host_copies() { return g_host_copies; }
 void configure(const std::string& key, const std::string& value) {
   if (key == "vmac" && (value == "fused" || value == "unfused")) {
     config().fused_mac = value == "fused";
+  } else if (key == "GDN_XPU_SCALAR_MAC" && (value == "0" || value == "1")) {
+    config().scalar_mac = value == "1";
+  } else if (key == "GDN_XPU_NO_MERGE32" && (value == "0" || value == "1")) {
+    config().no_merge32 = value == "1";
   } else if (key == "mutate") {
     size_t space = value.find(' ');
     Mutation m;

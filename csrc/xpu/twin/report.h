@@ -17,7 +17,7 @@ std::string forms_json();
 // Copies between the device and the host, single values too, that no operator run on the CPU made.
 void count_host_copy();
 int64_t host_copies();
-// vmac = fused | unfused; mutate = "" or "<kind> <site>".
+// vmac = fused | unfused; a switch of the build = 0 | 1; mutate = "" or "<kind> <site>".
 void configure(const std::string& key, const std::string& value);
 
 }  // namespace twin
