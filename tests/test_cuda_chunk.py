@@ -15,8 +15,9 @@ from gdn_ops import reference
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA device")
 
 BF16 = torch.bfloat16
-# bfloat16: X, U and D U are rounded one after the other. float32: sums over a whole sequence.
-SLACK = {torch.float32: 2.0, BF16: 1.5, torch.float16: 1.0}
+F16 = torch.float16
+# 16 bits: X, U and D U are rounded one after the other. float32: sums over a whole sequence.
+SLACK = {torch.float32: 2.0, BF16: 1.5, F16: 1.5}
 
 
 def offsets(lengths, dtype=torch.int32):
@@ -28,13 +29,14 @@ def states(N, HV, V, K, seed=7):
 
 
 def check(args, initial=None, cu=None, factor=1.0, **kwargs):
-    """bfloat16 inputs may go through 16-bit products, so their state is judged as they are."""
+    """16-bit inputs may go through 16-bit products, so their state is judged as they are."""
     factor *= SLACK[args[0].dtype]
     want_o, want_s = reference.chunk(*args, initial, cu, **kwargs)
     o, final = ops.chunk(*gpu(*args), *gpu(initial, cu), **kwargs)
     assert o.dtype == args[0].dtype and final.dtype == torch.float32
     assert o.is_contiguous() and final.is_contiguous()
-    state_dtype = BF16 if args[0].dtype == BF16 else torch.float32
+    products = args[0].shape[-1] in (64, 128) and args[2].shape[-1] % 64 == 0
+    state_dtype = args[0].dtype if products else torch.float32
     close("o", o, want_o, args[0].dtype, factor)
     close("final state", final, want_s, state_dtype, factor)
     return o, final
@@ -51,7 +53,7 @@ def test_head_dims(K, V, dtype):
 
 @pytest.mark.parametrize("chunk_size", [16, 50, 64, 128])
 @pytest.mark.parametrize("T", [1, 5, 16, 63, 64, 65, 128, 129, 200])
-@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_lengths_and_chunk_sizes(T, chunk_size, dtype):
     check(inputs(1, T, 2, 6, 64, 64, dtype), states(1, 6, 64, 64), chunk_size=chunk_size)
 
@@ -68,11 +70,11 @@ def test_ratios(ratio, dtype, l2norm):
 
 
 def test_long_sequence():
-    check(inputs(1, 2000, 1, 3, 128, 128, BF16), qk_l2norm=True)
-    check(inputs(1, 2000, 1, 3, 128, 128), qk_l2norm=True, factor=4)
+    for dtype in DTYPES:
+        check(inputs(1, 2000, 1, 3, 128, 128, dtype), qk_l2norm=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("lengths", [[0, 3, 0, 2, 0], [0], [0, 0], [64, 0, 65, 1], [130, 2, 64],
                                      [1] * 70 + [0] * 5 + [63, 65, 200]])  # fmt: skip
 def test_packed_and_zero_length_sequences(lengths, dtype):
@@ -92,7 +94,7 @@ def test_packed_and_zero_length_sequences(lengths, dtype):
     assert torch.equal(ops.chunk(*device, S.cuda(), cu.long().cuda(), qk_l2norm=True)[0], o)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_neighbours_and_places_change_no_bit(dtype):
     args = gpu(*inputs(40, 100, 2, 6, 128, 128, dtype))
     S = states(40, 6, 128, 128).cuda()
@@ -104,7 +106,7 @@ def test_neighbours_and_places_change_no_bit(dtype):
         assert torch.equal(alone[0], o[n : n + 1]) and torch.equal(alone[1], final[n : n + 1])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_strided_views_equal_contiguous(dtype):
     q, k, v, g, beta = gpu(*inputs(2, 70, 2, 4, 64, 64, dtype))
     qt, kt, vt = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
@@ -125,13 +127,30 @@ def test_strided_views_equal_contiguous(dtype):
 
 
 @pytest.mark.parametrize("kind", EXTREMES)
-@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_extreme_gates(kind, dtype):
     q, k, v, _, beta = inputs(1, 130, 1, 2, 64, 64, dtype)
     check((q, k, v, extreme(kind, 130, 2), beta), states(1, 2, 64, 64))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+@pytest.mark.parametrize("dtype", [torch.float32, F16])
+@pytest.mark.parametrize("values, keys", [(1e4, 1.0), (1e-3, 1.0), (1.0, 1e-2), (1.0, 30.0)])
+def test_factors_in_float16_keep_their_range(dtype, values, keys):
+    """Rows of V a thousand times apart, large or small ones, long or short keys; a large state."""
+    q, k, v, g, beta = inputs(1, 200, 1, 2, 128, 64, dtype)
+    rows = torch.logspace(-3, 0, 64)
+    v = (values * rows * v).to(dtype)
+    initial = values * 100 * rows[:, None] * states(1, 2, 64, 128)
+    args = (q, (keys * k).to(dtype), v, g, beta)
+    want_o, want_s = reference.chunk(*args, initial, qk_l2norm=True)
+    o, final = ops.chunk(*gpu(*args, initial), qk_l2norm=True)
+    for row in range(64):
+        close(f"state, row {row}", final[:, :, row], want_s[:, :, row], dtype, 2)
+    representable = want_o.abs().amax((0, 1, 2)).lt(6e4) | (dtype == torch.float32)
+    close("o", o[..., representable], want_o[..., representable], dtype, 2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_minus_inf_clears_even_an_infinite_state(dtype):
     q, k, v, _, beta = gpu(*inputs(1, 130, 1, 2, 64, 64, dtype))
     g = extreme("all -inf", 130, 2).cuda()
@@ -140,7 +159,7 @@ def test_minus_inf_clears_even_an_infinite_state(dtype):
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_tokens_past_the_end_are_not_read(dtype):
     args = gpu(*inputs(1, 80, 1, 2, 64, 64, dtype))
     expected = ops.chunk(*(x[:, :70] for x in args))
@@ -152,7 +171,7 @@ def test_tokens_past_the_end_are_not_read(dtype):
 
 @pytest.mark.parametrize("layout", ["vk", "kv"])
 @pytest.mark.parametrize("pool_dtype", DTYPES)
-@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_prefill_rows(dtype, pool_dtype, layout):
     """Read and write rows, a shared prefix, fresh and padding ones; no other row is touched."""
     lengths = [70, 64, 0, 3, 20, 5]
@@ -181,7 +200,7 @@ def test_prefill_rows(dtype, pool_dtype, layout):
     assert torch.equal(device[7].cpu(), start[3])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("chunk_size", [16, 64, 128])
 def test_edges_count_from_each_sequence(dtype, chunk_size):
     lengths = [chunk_size + 2, 2 * chunk_size + 1]
@@ -198,7 +217,7 @@ def test_edges_count_from_each_sequence(dtype, chunk_size):
     assert (state[5:] == 0).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_prefill_then_decode_equals_one_run(dtype):
     args = inputs(2, 70, 2, 6, 128, 128, dtype)
     device, state = gpu(*args), torch.zeros(2, 6, 128, 128, device="cuda")
@@ -297,7 +316,11 @@ def window(P, H, HV, R, K, V, dtype=torch.float32, seed=5):
     ]
 
 
-@pytest.mark.parametrize("dtype,K,V", [(torch.float32, 24, 40), (BF16, 128, 64), (BF16, 64, 128)])
+@pytest.mark.parametrize(
+    "dtype,K,V",
+    [(torch.float32, 24, 40), (torch.float32, 128, 64), (BF16, 128, 64), (BF16, 64, 128),
+     (F16, 128, 64), (F16, 64, 128)],
+)  # fmt: skip
 @pytest.mark.parametrize("R", [1, 8, 33, 64])
 @pytest.mark.parametrize("chunk_size", [16, 64])
 @pytest.mark.parametrize("l2norm", [False, True])

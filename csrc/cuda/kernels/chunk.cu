@@ -1,6 +1,7 @@
-#include "chunk_launch.cuh"
 #include "chunk_rows.cuh"
 #include "kernels.h"
+#include "launch.h"
+#include "select.h"
 
 namespace gdn {
 namespace cuda {
@@ -8,7 +9,7 @@ namespace {
 
 // What the tensor-core kernels take; everything else goes token by token in float32.
 bool products_can(const ChunkArgs& a) {
-  const auto view = [](const View& x) { return x.dtype == DType::bf16 && vector_view(x, 8); };
+  const auto view = [&](const View& x) { return x.dtype == a.q.dtype && vector_view(x, 8); };
   // What a chunk starts from depends on the cut in the low-rank form only; edges lie on cuts.
   const bool cut =
       a.window.fill ? a.C == kChunk && a.window.R <= kChunk : a.edges == 0 || a.C % kChunk == 0;
@@ -20,8 +21,33 @@ int64_t slots_of(const ChunkArgs& a) {
   return a.seqs.cu_seqlens.ptr ? a.seqs.T / kChunk + a.seqs.N
                                : a.seqs.N * ((a.seqs.T + kChunk - 1) / kChunk);
 }
-size_t factor_bytes(const ChunkArgs& a) {
-  return products_can(a) ? static_cast<size_t>(slots_of(a)) * a.HV * kFactorBytes : 0;
+// call(an IN of this call, K as a constant)
+template <class Call>
+auto with_format(const ChunkArgs& a, Call&& call) {
+  const auto with_keys = [&](auto in) {
+    return a.K == 64 ? call(in, std::integral_constant<int, 64>())
+                     : call(in, std::integral_constant<int, 128>());
+  };
+  return a.q.dtype == DType::f32    ? with_keys(float())
+         : a.q.dtype == DType::bf16 ? with_keys(bf16())
+                                    : with_keys(f16());
+}
+struct Scratch {
+  size_t factors = 0, keys = 0, updates = 0;
+};
+Scratch scratch_of(const ChunkArgs& a) {
+  Scratch s;
+  if (products_can(a)) {
+    const size_t slots = static_cast<size_t>(slots_of(a));
+    with_format(a, [&](auto in, auto k) {
+      using Form = Format<decltype(in)>;
+      s.factors = slots * a.HV * Form::kBytes;
+      if (Form::kParts == 2) s.keys = slots * a.H * 2 * Form::template key_bytes<k()>();
+    });
+  } else if (a.window.fill) {
+    s.updates = static_cast<size_t>(a.seqs.N) * a.HV * a.window.R * a.V * 4;
+  }
+  return s;
 }
 
 template <int COLUMNS>
@@ -41,7 +67,10 @@ cudaError_t launch_tokens(const ChunkArgs& a, ChunkLayout x, cudaStream_t stream
 }
 
 cudaError_t launch_forward(const ChunkArgs& a, const ChunkLayout& x, cudaStream_t stream) {
-  if (products_can(a)) return a.K == 64 ? chunk_64(a, x, stream) : chunk_128(a, x, stream);
+  if (products_can(a)) {
+    return with_format(
+        a, [&](auto in, auto k) { return chunk_products<decltype(in), k()>(a, x, stream); });
+  }
   if (a.K <= 128) return launch_tokens<4>(a, x, stream);
   if (a.K <= 256) return launch_tokens<8>(a, x, stream);
   return launch_tokens<16>(a, x, stream);
@@ -50,25 +79,27 @@ cudaError_t launch_forward(const ChunkArgs& a, const ChunkLayout& x, cudaStream_
 }  // namespace
 
 size_t chunk_workspace(const ChunkArgs& a) {
-  const size_t updates =
-      a.window.fill ? static_cast<size_t>(a.seqs.N) * a.HV * a.window.R * a.V * 4 : 0;
-  return factor_bytes(a) + updates;
+  const Scratch s = scratch_of(a);
+  return s.factors + s.keys + s.updates;
 }
 
 cudaError_t chunk(const ChunkArgs& a, void* workspace, cudaStream_t stream) {
   if (a.seqs.N == 0 || a.V == 0) return cudaSuccess;
   ChunkLayout x;
+  const Scratch s = scratch_of(a);
   x.factors = static_cast<unsigned char*>(workspace);
-  x.updates = reinterpret_cast<float*>(x.factors + factor_bytes(a));
+  x.keys = x.factors + s.factors;
+  x.updates = reinterpret_cast<float*>(x.keys + s.keys);
   x.slots = slots_of(a);
   x.chunks = (a.seqs.T + kChunk - 1) / kChunk;
   x.ratio = FastDiv(static_cast<uint32_t>(a.HV / a.H));
+  x.window_vectors = a.window.fill && vector_window(a.window);
   cudaError_t error = launch_forward(a, x, stream);
   if (!a.window.fill) return error;
   for (; error == cudaSuccess && x.first < a.seqs.N; x.first += kMaxGridY) {
     const int64_t count = a.seqs.N - x.first < kMaxGridY ? a.seqs.N - x.first : kMaxGridY;
     error = launch(chunk_window, dim3(static_cast<unsigned>(a.H), static_cast<unsigned>(count)),
-                   dim3(128), 0, stream, a, x);
+                   dim3(kWindowWarps * 32), 0, stream, a, x);
   }
   if (error != cudaSuccess) return error;
   return launch(chunk_fill, dim3(static_cast<unsigned>((a.seqs.N + 127) / 128)), dim3(128), 0,

@@ -3,12 +3,10 @@
 // formed once for all of them.
 //
 // (1 + A)^-1 by blocks of 16 tokens: the diagonal blocks by forward substitution in float32, the
-// others by products in 11-bit precision, three bits more than the result is stored in. A warp owns
-// a column of blocks and holds it transposed, so that a block just computed is the left operand of
-// the next product as it lies in registers.
+// others by products in 11-bit precision, or in twice that where the result has two parts. A warp
+// owns a column of blocks and holds it transposed, so that a block just computed is the left
+// operand of the next product as it lies in registers.
 #pragma once
-
-#include <type_traits>
 
 #include "chunk_plan.cuh"
 
@@ -17,32 +15,65 @@ namespace cuda {
 
 constexpr int kTrianglePitch = 72;  // floats; eight rows of float2 in different banks
 constexpr int kTriangle = kChunk * kTrianglePitch;
-constexpr int kMaxRatio = 32;  // value heads of a key head
 
 // A decay below exp(-128) is zero in float32; bounding its logarithm keeps every difference of
 // totals finite, -inf included.
 constexpr float kLeastLogDecay = -128.f, kLog2e = 1.4426950408889634f;
 
-template <int K>
+template <class IN, int K>
 struct FactorsShared {
-  static constexpr int kKeys = 2 * (K / 64) * kPanelBytes;
+  static constexpr int kParts = Format<IN>::kParts;
+  static constexpr int kKeys = 2 * Format<IN>::template key_bytes<K>();
   // After the products the panels of k and q make room for A, twice, and the two results.
-  static constexpr int kWork = 2 * kTriangle * 4 + 2 * kPanelBytes;
-  static_assert(kKeys <= kWork, "K is at most 192");
-  static int bytes(int ratio) { return kWork + 4 * kChunk * (2 + 3 * ratio); }
+  static constexpr int kResults = 2 * kTriangle * 4;
+  static constexpr int kWork = kResults + 2 * kParts * kPanelBytes;
+  static_assert(kKeys <= kWork, "K is at most 128");
+  // Vectors of 64 floats a value head: sums of base-2 log decays from the start, sums over later
+  // tokens, beta; with two parts what the first sums lose in float32.
+  static constexpr int kGates = kParts == 2 ? 4 : 3;
+  static int bytes(int ratio) { return kWork + 4 * kChunk * (2 + kGates * ratio); }
 };
 
-// Inclusive sums over 64 values, lane l holding values l and l + 32.
-__device__ __forceinline__ void scan64(float& low, float& high, int lane) {
+// Rows of float32 in two float16 parts, each row multiplied by a power of two that brings its
+// largest element near 8; factor[row]: the inverse norm, or 1, over that power. Called by 4 warps.
+template <int K>
+__device__ __forceinline__ void split_rows(unsigned char* panels, float* factor, const float* from,
+                                           int64_t stride, int tokens, bool l2norm) {
+  constexpr int LANES = K / 4, ROWS = 32 / LANES, AT_ONCE = 8;  // lanes a row, rows an access
+  const int warp = threadIdx.x >> 5, l = threadIdx.x % LANES, first = (threadIdx.x & 31) / LANES;
+  for (int batch = 0; batch < kChunk; batch += 4 * ROWS * AT_ONCE) {
+    float4 x[AT_ONCE];
 #pragma unroll
-  for (int m = 1; m < 32; m <<= 1) {
-    const float a = __shfl_up_sync(kFullMask, low, m), b = __shfl_up_sync(kFullMask, high, m);
-    if (lane >= m) {
-      low += a;
-      high += b;
+    for (int i = 0; i < AT_ONCE; i++) {
+      const int row = batch + (4 * i + warp) * ROWS + first;
+      x[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+      if (row < tokens) x[i] = *reinterpret_cast<const float4*>(from + row * stride + 4 * l);
+    }
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++) {
+      const int row = batch + (4 * i + warp) * ROWS + first;
+      float most = fmaxf(fmaxf(fabsf(x[i].x), fabsf(x[i].y)), fmaxf(fabsf(x[i].z), fabsf(x[i].w)));
+      float sum =
+          __fmaf_rn(x[i].x, x[i].x, x[i].y * x[i].y) + __fmaf_rn(x[i].z, x[i].z, x[i].w * x[i].w);
+#pragma unroll
+      for (int m = LANES / 2; m; m >>= 1) {
+        most = fmaxf(most, __shfl_xor_sync(kFullMask, most, m));
+      }
+      sum = lane_sum<LANES>(sum);
+      const PowerOfTwo scale(most, 3);
+      uint32_t low[2], high[2];
+      pack_parts<f16>(low, x[i].x * scale.by, x[i].y * scale.by);
+      pack_parts<f16>(high, x[i].z * scale.by, x[i].w * scale.by);
+      unsigned char* const to =
+          panels + (l >> 4) * kPanelBytes + panel_offset(row, (l & 15) >> 1) + (l & 1) * 8;
+#pragma unroll
+      for (int part = 0; part < 2; part++) {
+        *reinterpret_cast<uint2*>(to + part * (K / 64) * kPanelBytes) =
+            make_uint2(low[part], high[part]);
+      }
+      if (l == 0) factor[row] = l2norm ? rsqrtf(sum + kL2Eps) * scale.back : scale.back;
     }
   }
-  high += __shfl_sync(kFullMask, low, 31);
 }
 
 // body(integral_constant of this warp): its share of the triangle is then known to the compiler,
@@ -61,20 +92,23 @@ __device__ __forceinline__ void by_warp(int warp, Body&& body) {
   }
 }
 
-template <int K, int MIN_BLOCKS>
-__global__ void __launch_bounds__(128, MIN_BLOCKS)
+template <class IN, int K>
+__global__ void __launch_bounds__(128, 3)
     chunk_factors(const __grid_constant__ ChunkArgs a, const __grid_constant__ ChunkLayout layout) {
-  using Shared = FactorsShared<K>;
+  using Shared = FactorsShared<IN, K>;
+  using Form = Format<IN>;
+  using T = typename Form::T;
+  constexpr int PARTS = Form::kParts, GATES = Shared::kGates;
+  constexpr int STEP = (K / 64) * kPanelBytes;  // between the parts of keys
   extern __shared__ __align__(1024) unsigned char shared[];
   unsigned char* const keys = shared;
   unsigned char* const queries = shared + Shared::kKeys / 2;
   float* const triangles = reinterpret_cast<float*>(shared);
-  unsigned char* const inverse = shared + 2 * kTriangle * 4;
-  unsigned char* const mixing = inverse + kPanelBytes;
+  unsigned char* const inverse = shared + Shared::kResults;
+  unsigned char* const mixing = inverse + Form::kMixing;
   float* const rk = reinterpret_cast<float*>(shared + Shared::kWork);
   float* const rq = rk + kChunk;
-  // [ratio][3][64]: sums of base-2 log decays from the start, sums over later tokens, beta.
-  float* const gates = rq + kChunk;
+  float* const gates = rq + kChunk;  // [ratio][GATES][64]
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const int64_t slot = blockIdx.x, hk = blockIdx.y;
   const int ratio = layout.ratio.divisor;
@@ -83,13 +117,16 @@ __global__ void __launch_bounds__(128, MIN_BLOCKS)
   wait_for_previous_kernel();
   const OwnedChunk own = chunk_of_slot(a, layout, slot);
   if (own.tokens == 0) return;
-  copy_rows<K / 8>(shared_address(keys),
-                   static_cast<const bf16*>(a.k.ptr) + offset_of(a.k, own.b, own.start, hk), a.k.st,
-                   own.tokens, threadIdx.x);
-  copy_rows<K / 8>(shared_address(queries),
-                   static_cast<const bf16*>(a.q.ptr) + offset_of(a.q, own.b, own.start, hk), a.q.st,
-                   own.tokens, threadIdx.x);
-  commit_copies();
+  const IN* const k = static_cast<const IN*>(a.k.ptr) + offset_of(a.k, own.b, own.start, hk);
+  const IN* const q = static_cast<const IN*>(a.q.ptr) + offset_of(a.q, own.b, own.start, hk);
+  if constexpr (PARTS == 1) {
+    copy_rows<K / 8>(shared_address(keys), k, a.k.st, own.tokens, threadIdx.x);
+    copy_rows<K / 8>(shared_address(queries), q, a.q.st, own.tokens, threadIdx.x);
+    commit_copies();
+  } else {
+    split_rows<K>(keys, rk, k, a.k.st, own.tokens, a.l2norm);
+    split_rows<K>(queries, rq, q, a.q.st, own.tokens, a.l2norm);
+  }
 
   for (int h = warp; h < ratio; h += 4) {
     RawGates raw[2];
@@ -105,7 +142,7 @@ __global__ void __launch_bounds__(128, MIN_BLOCKS)
       const float x = bits_to_float(raw[e].g, a.gates.g.dtype);
       const float beta = bits_to_float(raw[e].beta, a.gates.beta.dtype);
       sums[e] = i >= own.tokens ? 0.f : kLog2e * (x < kLeastLogDecay ? kLeastLogDecay : x);
-      gates[(h * 3 + 2) * kChunk + i] = i >= own.tokens ? 0.f : beta;
+      gates[(h * GATES + 2) * kChunk + i] = i >= own.tokens ? 0.f : beta;
     }
     // Sums over later tokens: the same scan over the reversed order, each value without its own.
     const float back_low = __shfl_sync(kFullMask, sums[1], 31 - lane);
@@ -118,17 +155,24 @@ __global__ void __launch_bounds__(128, MIN_BLOCKS)
       high = middle;
     }
     scan64(low, high, lane);
-    gates[(h * 3 + 1) * kChunk + lane] = __shfl_sync(kFullMask, high, 31 - lane);
-    gates[(h * 3 + 1) * kChunk + lane + 32] = __shfl_sync(kFullMask, low, 31 - lane);
-    scan64(sums[0], sums[1], lane);
-    gates[h * 3 * kChunk + lane] = sums[0];
-    gates[h * 3 * kChunk + lane + 32] = sums[1];
+    gates[(h * GATES + 1) * kChunk + lane] = __shfl_sync(kFullMask, high, 31 - lane);
+    gates[(h * GATES + 1) * kChunk + lane + 32] = __shfl_sync(kFullMask, low, 31 - lane);
+    std::conditional_t<PARTS == 2, double, float> totals[2] = {sums[0], sums[1]};
+    scan64(totals[0], totals[1], lane);
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+      const float x = static_cast<float>(totals[e]);
+      gates[h * GATES * kChunk + lane + 32 * e] = x;
+      if constexpr (PARTS == 2) {
+        gates[(h * GATES + 3) * kChunk + lane + 32 * e] = static_cast<float>(totals[e] - x);
+      }
+    }
   }
   wait_copies<0>();
   __syncthreads();
 
-  // Inverse norms: a thread for each row of k and of q.
-  {
+  if constexpr (PARTS == 1) {
+    // Inverse norms: a thread for each row of k and of q.
     const int row = threadIdx.x & 63;
     const unsigned char* const from = threadIdx.x < 64 ? keys : queries;
     float sum = 0.f;
@@ -136,14 +180,19 @@ __global__ void __launch_bounds__(128, MIN_BLOCKS)
 #pragma unroll
       for (int p = 0; p < K / 8; p++) {
         float x[8];
-        Vec<bf16>::unpack(*reinterpret_cast<const uint4*>(from + (p >> 3) * kPanelBytes +
-                                                          panel_offset(row, p & 7)),
-                          x);
+        Vec<T>::unpack(*reinterpret_cast<const uint4*>(from + (p >> 3) * kPanelBytes +
+                                                       panel_offset(row, p & 7)),
+                       x);
 #pragma unroll
         for (int e = 0; e < 8; e++) sum = __fmaf_rn(x[e], x[e], sum);
       }
     }
     (threadIdx.x < 64 ? rk : rq)[row] = a.l2norm ? rsqrtf(sum + kL2Eps) : 1.f;
+  } else {
+    unsigned char* const to = layout.keys + (slot * a.H + hk) * Shared::kKeys;
+    for (int i = threadIdx.x * 16; i < Shared::kKeys; i += 128 * 16) {
+      *reinterpret_cast<uint4*>(to + i) = *reinterpret_cast<const uint4*>(keys + i);
+    }
   }
 
   // Rows 16 warp ... of k k^T and q k^T, up to the diagonal.
@@ -156,17 +205,28 @@ __global__ void __launch_bounds__(128, MIN_BLOCKS)
     for (int s = 0; s < K / 16; s++) {
       const uint32_t panel = base + (s >> 2) * kPanelBytes;
       const int piece = (s & 3) * 2;
-      uint32_t ak[4], aq[4];
-      load_matrices(ak, panel + panel_offset(left, piece + (lane >> 4)));
-      load_matrices(aq, panel + Shared::kKeys / 2 + panel_offset(left, piece + (lane >> 4)));
+      uint32_t ak[PARTS][4], aq[PARTS][4];
+#pragma unroll
+      for (int part = 0; part < PARTS; part++) {
+        const uint32_t from = panel + part * STEP + panel_offset(left, piece + (lane >> 4));
+        load_matrices(ak[part], from);
+        load_matrices(aq[part], from + Shared::kKeys / 2);
+      }
 #pragma unroll
       for (int p = 0; p <= W; p++) {
-        uint32_t b[4];
-        load_matrices(b, panel + panel_offset(16 * p + right, piece + ((lane >> 3) & 1)));
-        multiply(kk[2 * p], ak, b[0], b[1]);
-        multiply(kk[2 * p + 1], ak, b[2], b[3]);
-        multiply(qk[2 * p], aq, b[0], b[1]);
-        multiply(qk[2 * p + 1], aq, b[2], b[3]);
+        const uint32_t from = panel + panel_offset(16 * p + right, piece + ((lane >> 3) & 1));
+#pragma unroll
+        for (int part = PARTS - 1; part >= 0; part--) {
+          uint32_t b[4];
+          load_matrices(b, from + part * STEP);
+#pragma unroll
+          for (int x = PARTS - 1 - part; x >= 0; x--) {
+            mma_16x8x16<T>(kk[2 * p], ak[x], b[0], b[1]);
+            mma_16x8x16<T>(kk[2 * p + 1], ak[x], b[2], b[3]);
+            mma_16x8x16<T>(qk[2 * p], aq[x], b[0], b[1]);
+            mma_16x8x16<T>(qk[2 * p + 1], aq[x], b[2], b[3]);
+          }
+        }
       }
     }
   });
@@ -181,36 +241,42 @@ __global__ void __launch_bounds__(128, MIN_BLOCKS)
         const int i = 16 * W + g + (e >> 1) * 8, j = 8 * p + 2 * t + (e & 1);
         const float scale = e & 1 ? key.y : key.x;
         kk[p][e] = p < 2 * W || j < i ? kk[p][e] * (rk[i] * scale) : 0.f;
-        qk[p][e] = p < 2 * W || j <= i ? qk[p][e] * (a.scale * rq[i] * scale) : 0.f;
+        const float query = PARTS == 2 ? scale : a.scale * rq[i] * scale;
+        qk[p][e] = p < 2 * W || j <= i ? qk[p][e] * query : 0.f;
       }
     }
   });
-  unsigned char* const out = layout.factors + (slot * a.HV + hk * ratio) * kFactorBytes;
+  unsigned char* const out = layout.factors + (slot * a.HV + hk * ratio) * Form::kBytes;
   for (int x = threadIdx.x; x < ratio * kChunk; x += 128) {
     const int h = x / kChunk, i = x % kChunk;
-    const float w = exp2_flushed(gates[h * 3 * kChunk + i]);
-    float* const to = reinterpret_cast<float*>(out + h * kFactorBytes + 2 * kPanelBytes);
+    const float w = exp2_flushed(gates[h * GATES * kChunk + i]);
+    float* const to = reinterpret_cast<float*>(out + h * Form::kBytes + Form::kVectors);
     to[i] = w * rk[i];
-    to[kChunk + i] = a.scale * w * rq[i];
+    to[kChunk + i] = PARTS == 2 ? w : a.scale * w * rq[i];
     // Low-rank: of a chunk that another one follows, the newest R tokens are all that is left.
     const bool lost = a.window.fill && i < kChunk - a.window.R;
-    to[2 * kChunk + i] = lost ? 0.f : exp2_flushed(gates[(h * 3 + 1) * kChunk + i]) * rk[i];
-    if (i == kChunk - 1) to[3 * kChunk] = w;
+    to[2 * kChunk + i] = lost ? 0.f : exp2_flushed(gates[(h * GATES + 1) * kChunk + i]) * rk[i];
+    if constexpr (PARTS == 2) {
+      to[3 * kChunk + i] = a.scale * rq[i];
+    } else {
+      if (i == kChunk - 1) to[Form::kLast] = w;
+    }
   }
 
   // One barrier a value head: what a warp writes before it, all read after it, and the barrier of
   // the next head keeps the one after that from overwriting it.
   for (int h = 0; h < ratio; h++) {
-    const float* const sums = gates + h * 3 * kChunk;
+    const float* const sums = gates + h * GATES * kChunk;
     const float* const beta = sums + 2 * kChunk;
     float* const A = triangles + (h & 1) * kTriangle;
     // Rows 16 warp ... of A and of the mixing panel.
     by_warp(warp, [&](auto own_warp) {
       constexpr int W = decltype(own_warp)::value;
-      float sum_i[2], beta_i[2];
+      float sum_i[2], rest_i[2], beta_i[2];
 #pragma unroll
       for (int half = 0; half < 2; half++) {
         sum_i[half] = sums[16 * W + g + half * 8];
+        rest_i[half] = PARTS == 2 ? sums[3 * kChunk + 16 * W + g + half * 8] : 0.f;
         beta_i[half] = beta[16 * W + g + half * 8];
       }
 #pragma unroll
@@ -218,12 +284,20 @@ __global__ void __launch_bounds__(128, MIN_BLOCKS)
         if (p > 2 * W + 1 && h > 0) continue;
         const int j = 8 * p + 2 * t;
         const float2 sum_j = *reinterpret_cast<const float2*>(sums + j);
+        float2 rest_j = make_float2(0.f, 0.f);
+        if constexpr (PARTS == 2) {
+          rest_j = *reinterpret_cast<const float2*>(sums + 3 * kChunk + j);
+        }
 #pragma unroll
         for (int half = 0; half < 2; half++) {
           const int i = 16 * W + g + half * 8;
-          uint32_t m = 0;
+          uint32_t m[PARTS] = {};
           if (p <= 2 * W + 1) {
             float d0 = sum_i[half] - sum_j.x, d1 = sum_i[half] - sum_j.y;
+            if constexpr (PARTS == 2) {
+              d0 += rest_i[half] - rest_j.x;
+              d1 += rest_i[half] - rest_j.y;
+            }
             if (p >= 2 * W) {
               // Above the diagonal the products are zero; the bound keeps decays from overflowing.
               d0 = fminf(d0, 0.f);
@@ -231,16 +305,20 @@ __global__ void __launch_bounds__(128, MIN_BLOCKS)
             }
             d0 = exp2_flushed(d0);
             d1 = exp2_flushed(d1);
-            m = pack_bf16(d0 * qk[p][half * 2], d1 * qk[p][half * 2 + 1]);
+            pack_parts<T>(m, d0 * qk[p][half * 2], d1 * qk[p][half * 2 + 1]);
             float x0 = beta_i[half] * d0 * kk[p][half * 2];
             float x1 = beta_i[half] * d1 * kk[p][half * 2 + 1];
-            if (p < 2 * W) {
+            if (PARTS == 1 && p < 2 * W) {
               x0 = nearest_tf32(x0);
               x1 = nearest_tf32(x1);
             }
             *reinterpret_cast<float2*>(A + i * kTrianglePitch + j) = make_float2(x0, x1);
           }
-          *reinterpret_cast<uint32_t*>(mixing + panel_offset(i, p) + 4 * t) = m;
+#pragma unroll
+          for (int part = 0; part < PARTS; part++) {
+            *reinterpret_cast<uint32_t*>(mixing + part * kPanelBytes + panel_offset(i, p) + 4 * t) =
+                m[part];
+          }
         }
       }
     });
@@ -265,7 +343,9 @@ __global__ void __launch_bounds__(128, MIN_BLOCKS)
       __syncwarp();
       if (lane < 16) {
 #pragma unroll
-        for (int i = 0; i < 16; i++) block[i * kTrianglePitch + column] = round_tf32(x[i]);
+        for (int i = 0; i < 16; i++) {
+          block[i * kTrianglePitch + column] = PARTS == 2 ? x[i] : round_tf32(x[i]);
+        }
       }
     }
     __syncthreads();
@@ -293,11 +373,9 @@ __global__ void __launch_bounds__(128, MIN_BLOCKS)
         for (int k = W; k < i; k++) {
 #pragma unroll
           for (int s = 0; s < 2; s++) {
-            const float left[4] = {nearest_tf32(x[k][s][0]), nearest_tf32(x[k][s][1]),
-                                   nearest_tf32(x[k][s][2]), nearest_tf32(x[k][s][3])};
 #pragma unroll
             for (int half = 0; half < 2; half++)
-              multiply_tf32(sum[half], left, block(i, half, k, s));
+              multiply_tf32<PARTS>(sum[half], x[k][s], block(i, half, k, s));
           }
         }
 #pragma unroll
@@ -307,28 +385,31 @@ __global__ void __launch_bounds__(128, MIN_BLOCKS)
         }
 #pragma unroll
         for (int s = 0; s < 2; s++) {
-          const float left[4] = {nearest_tf32(-sum[s][0]), nearest_tf32(-sum[s][1]),
-                                 nearest_tf32(-sum[s][2]), nearest_tf32(-sum[s][3])};
+          const float left[4] = {-sum[s][0], -sum[s][1], -sum[s][2], -sum[s][3]};
 #pragma unroll
           for (int half = 0; half < 2; half++)
-            multiply_tf32(x[i][half], left, block(i, half, i, s));
+            multiply_tf32<PARTS>(x[i][half], left, block(i, half, i, s));
         }
       }
       const int j = 16 * W + g;
-      const float b0 = beta[j], b1 = beta[j + 8];
+      const float b0 = Form::kInverseScale * beta[j], b1 = Form::kInverseScale * beta[j + 8];
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         if (i < W && h > 0) continue;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
           const int at = panel_offset(j, 2 * i + half) + 4 * t;  // row j + 8 lies 1024 bytes on
-          uint32_t upper = 0, lower = 0;
+          uint32_t upper[PARTS] = {}, lower[PARTS] = {};
           if (i >= W) {
-            upper = pack_bf16(b0 * x[i][half][0], b0 * x[i][half][1]);
-            lower = pack_bf16(b1 * x[i][half][2], b1 * x[i][half][3]);
+            pack_parts<T>(upper, b0 * x[i][half][0], b0 * x[i][half][1]);
+            pack_parts<T>(lower, b1 * x[i][half][2], b1 * x[i][half][3]);
           }
-          *reinterpret_cast<uint32_t*>(inverse + at) = upper;
-          *reinterpret_cast<uint32_t*>(inverse + at + 1024) = lower;
+#pragma unroll
+          for (int part = 0; part < PARTS; part++) {
+            unsigned char* const to = inverse + part * kPanelBytes + at;
+            *reinterpret_cast<uint32_t*>(to) = upper[part];
+            *reinterpret_cast<uint32_t*>(to + 1024) = lower[part];
+          }
         }
       }
     });
@@ -336,11 +417,13 @@ __global__ void __launch_bounds__(128, MIN_BLOCKS)
     __syncwarp();
     const int mine = warp * 2048 + lane * 16;
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      unsigned char* const to = out + h * kFactorBytes + mine + i * 512;
-      *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(inverse + mine + i * 512);
-      *reinterpret_cast<uint4*>(to + kPanelBytes) =
-          *reinterpret_cast<const uint4*>(mixing + mine + i * 512);
+    for (int panel = 0; panel < 2 * PARTS; panel++) {
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const int at = panel * kPanelBytes + mine + i * 512;
+        *reinterpret_cast<uint4*>(out + h * Form::kBytes + at) =
+            *reinterpret_cast<const uint4*>(inverse + at);
+      }
     }
     __syncwarp();
   }

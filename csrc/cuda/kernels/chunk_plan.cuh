@@ -1,31 +1,65 @@
 // What the kernels of chunked prefill share: where a chunk's factors lie, which chunk a block owns.
 #pragma once
 
+#include <type_traits>
+
 #include "common.cuh"
 #include "mma.cuh"
 
 namespace gdn {
 namespace cuda {
 
-constexpr int kChunk = 64;  // tokens that the tensor-core kernels take at once
+constexpr int kChunk = 64;     // tokens that the tensor-core kernels take at once
+constexpr int kScanRows = 64;  // of V, a block of chunk_scan; 16 a warp
+constexpr int kMaxRatio = 32;  // value heads of a key head
 
-// Factors of one chunk of one value head, written by chunk_factors and read by chunk_scan. With
-// D_ij the decay from token j to token i, w_i the decay from the start of the chunk, and rk, rq the
-// inverse norms (or 1):
-//   inverse^T, panel: row j, column i: ((1 + A)^-1)_ij beta_j, A_ij = beta_i D_ij (k_i . k_j), j <
-//   i mixing, panel: row i, column j: scale D_ij (q_i . k_j), j <= i vectors of 64 floats: w_i
-//   rk_i; scale w_i rq_i; D_nj rk_j; then w_n
-constexpr int kFactorVectors = 3 * kChunk + 4;
-constexpr int kFactorBytes = 2 * kPanelBytes + 1024;
+// How inputs of a dtype are multiplied. bfloat16 factors cover every range; float16 ones are kept
+// near 1 by powers of two of their own for each row (kScaled); a float32 factor is the sum of two
+// float16 numbers.
+template <class IN>
+struct Format {
+  static constexpr bool kScaled = !std::is_same_v<IN, bf16>;
+  static constexpr int kParts = sizeof(IN) / 2;
+  using T = std::conditional_t<kParts == 2, f16, IN>;  // of a part
+
+  // Factors of one chunk of one value head, written by chunk_factors and read by chunk_scan. With
+  // D_ij the decay from token j to token i, w_i the decay from the start of the chunk, and rk, rq
+  // the inverse norms (or 1), panels, the parts of each behind one another:
+  //   inverse^T, row j, column i: kInverseScale ((1 + A)^-1)_ij beta_j with
+  //     A_ij = beta_i D_ij (k_i . k_j), j < i
+  //   mixing, row i, column j: D_ij (q_i . k_j), j <= i, times `scale` where there is one part
+  // and vectors of 64 floats:
+  //   one part: w_i rk_i; scale w_i rq_i; D_nj rk_j; then w_n
+  //   two parts: w_i rk_i; w_i; D_nj rk_j; scale rq_i
+  // Keys and queries of two parts are written too, their rows multiplied by a power of two that rk
+  // and rq undo.
+  static constexpr float kInverseScale = kScaled ? 512.f : 1.f;
+  static constexpr int kMixing = kParts * kPanelBytes, kVectors = 2 * kParts * kPanelBytes;
+  static constexpr int kBytes = kVectors + 1024;
+  static constexpr int kLast = kParts == 2 ? 2 * kChunk - 1 : 3 * kChunk;  // w_n
+  static constexpr int kFloats = kParts == 2 ? 4 * kChunk : 3 * kChunk + 4;
+  static_assert(kVectors + kFloats * 4 <= kBytes, "the vectors fit");
+
+  template <int K>
+  static constexpr int key_bytes() {  // of a chunk of one key head; those of its queries follow
+    return kParts * (K / 64) * kPanelBytes;
+  }
+};
 
 struct ChunkLayout {
-  unsigned char* factors = nullptr;  // [slots][HV][kFactorBytes]
-  float* updates = nullptr;          // low-rank: [N][HV][R][V], token p of a sequence at p % R
+  unsigned char* factors = nullptr;  // [slots][HV][Format::kBytes]
+  unsigned char* keys = nullptr;     // two parts: [slots][H][keys, queries]
+  float* updates = nullptr;          // low rank by tokens: [N][HV][R][V], token p at p % R
   int64_t slots = 0;
-  int64_t chunks = 0;  // of every sequence, without cu_seqlens
-  int64_t first = 0;   // sequence of blockIdx.y == 0
-  FastDiv ratio;       // value heads of a key head
+  int64_t chunks = 0;           // of every sequence, without cu_seqlens
+  int64_t first = 0;            // sequence of blockIdx.y == 0
+  FastDiv ratio;                // value heads of a key head
+  bool window_vectors = false;  // keys and updates of the window may be read four at a time
 };
+
+// For inputs of type IN; instantiated in files of their own (chunk_launch.cuh).
+template <class IN, int K>
+cudaError_t chunk_products(const ChunkArgs& a, const ChunkLayout& x, cudaStream_t stream);
 
 // Chunks of packed sequences lie at start / 64 + n and after: unique, ascending, at most
 // T / 64 + N, and known without a sum over the sequences before.
@@ -74,10 +108,34 @@ __device__ __forceinline__ OwnedChunk chunk_of_slot(const ChunkArgs& a, const Ch
   return r;
 }
 
+// Inclusive sums over 64 values, lane l holding values l and l + 32.
+template <class T>
+__device__ __forceinline__ void scan64(T& low, T& high, int lane) {
+#pragma unroll
+  for (int m = 1; m < 32; m <<= 1) {
+    const T a = __shfl_up_sync(kFullMask, low, m), b = __shfl_up_sync(kFullMask, high, m);
+    if (lane >= m) {
+      low += a;
+      high += b;
+    }
+  }
+  high += __shfl_sync(kFullMask, low, 31);
+}
+
+// Low rank: entries of the window that stay are moved to its start. A thread owns a column.
+__device__ __forceinline__ void move_entries(void* p, DType dtype, int64_t home, int64_t pitch,
+                                             int oldest, int R, int kept) {
+  float entries[64];
+  for (int e = 0; e < kept; e++) {
+    entries[e] = load_as(p, dtype, home + (oldest + e) % R * pitch);
+  }
+  for (int e = 0; e < kept; e++) store_as(p, dtype, home + e * pitch, entries[e]);
+}
+
 // One panel or several of rows of 16-bit elements into shared memory: `pieces` of 16 bytes a row,
 // zeros from row `tokens` on. Called by 128 threads.
-template <int PIECES>
-__device__ __forceinline__ void copy_rows(uint32_t to, const bf16* from, int64_t stride, int tokens,
+template <int PIECES, class T>
+__device__ __forceinline__ void copy_rows(uint32_t to, const T* from, int64_t stride, int tokens,
                                           int thread) {
   static_assert(PIECES == 8 || PIECES == 16 || PIECES == 32, "64, 128 or 256 columns");
   constexpr int ROWS = 128 / PIECES;  // at once

@@ -229,12 +229,28 @@ __global__ void __launch_bounds__(kRowsWarps * 32)
   if (!LOWRANK) {
     const int64_t row = a.write_indices.ptr ? at(a.write_indices, n) : seq.row;
     if (row >= 0 && row < a.write.P) keep(row);
+  } else if (lane < rows) {
+    // The updates of the window as the sequence leaves it.
+    const Window& w = a.window;
+    const int64_t length = seq.end > seq.start ? seq.end - seq.start : 0;
+    const int fresh = length < R ? static_cast<int>(length) : R;
+    const int kept = fill < R - fresh ? fill : R - fresh;
+    const int64_t home = seq.row * w.su_p + hv * w.su_h + v0 + lane;
+    if (fresh > 0 && kept > 0) {
+      move_entries(w.u, w.u_dtype, home, w.su_r, oldest + fill - kept, R, kept);
+    }
+    for (int e = 0; e < fresh; e++) {
+      store_as(w.u, w.u_dtype, home + (kept + e) * w.su_r,
+               updates[(length - fresh + e) % R * a.V + lane]);
+    }
   }
 }
 
-// Low-rank: the window as the sequence leaves it, oldest entry first. A block for each sequence and
-// key head; the fill counts follow in a launch of their own, when everyone has read them.
-__global__ void __launch_bounds__(128)
+// Low rank: keys and decays of the window as the sequence leaves it, oldest entry first. The
+// updates are there already, written by the blocks that own their rows. A block for each sequence
+// and key head; the fill counts follow in a launch of their own, when everyone has read them.
+constexpr int kWindowWarps = 8;
+__global__ void __launch_bounds__(kWindowWarps * 32)
     chunk_window(const __grid_constant__ ChunkArgs a, const __grid_constant__ ChunkLayout layout) {
   const Window& w = a.window;
   const int64_t hk = blockIdx.x, n = layout.first + blockIdx.y;
@@ -243,42 +259,32 @@ __global__ void __launch_bounds__(128)
   const Sequence seq = device_sequence(a.seqs, n);
   const int64_t length = seq.end - seq.start;
   if (seq.row < 0 || length <= 0) return;
-  const int R = static_cast<int>(w.R), K = static_cast<int>(a.K), V = static_cast<int>(a.V);
+  const int R = static_cast<int>(w.R), K = static_cast<int>(a.K);
   const int ratio = layout.ratio.divisor, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const WindowCounts counts = unpack_fill(seq.fresh ? 0 : w.fill[seq.row * w.s_fill]);
   const int fill = counts.fill < R ? counts.fill : R;
   const int fresh = length < R ? static_cast<int>(length) : R;
   const int kept = fill < R - fresh ? fill : R - fresh;
-  // A thread owns a column of entries, so that moving them needs no other thread.
-  const int columns = K + ratio * (V + 1);
-  for (int i = threadIdx.x; kept > 0 && i < columns; i += 128) {
-    const int h = (i - K) / (V + 1), c = (i - K) % (V + 1);
-    const int64_t hv = hk * ratio + h;
-    void* ptr = w.k;
-    DType dtype = w.k_dtype;
-    int64_t home = seq.row * w.sk_p + hk * w.sk_h + i, pitch = w.sk_r;
-    if (i >= K && c < V) {
-      ptr = w.u;
-      dtype = w.u_dtype;
-      home = seq.row * w.su_p + hv * w.su_h + c;
-      pitch = w.su_r;
-    } else if (i >= K) {
-      ptr = w.g;
-      dtype = DType::f32;
-      home = seq.row * w.sg_p + hv * w.sg_h;
-      pitch = w.sg_r;
+  const int64_t keys = seq.row * w.sk_p + hk * w.sk_h;
+  for (int i = threadIdx.x; kept > 0 && i < K + ratio; i += kWindowWarps * 32) {
+    const int oldest = counts.head + fill - kept;
+    if (i < K) {
+      move_entries(w.k, w.k_dtype, keys + i, w.sk_r, oldest, R, kept);
+    } else {
+      const int64_t home = seq.row * w.sg_p + (hk * ratio + i - K) * w.sg_h;
+      move_entries(w.g, DType::f32, home, w.sg_r, oldest, R, kept);
     }
-    float entries[64];
-    for (int e = 0; e < kept; e++) {
-      entries[e] = load_as(ptr, dtype, home + (counts.head + fill - kept + e) % R * pitch);
-    }
-    for (int e = 0; e < kept; e++) store_as(ptr, dtype, home + e * pitch, entries[e]);
   }
   __syncthreads();
-  for (int e = warp; e < fresh; e += 4) {
-    const int64_t token = length - fresh + e, t = seq.start + token;
-    const int64_t from = offset_of(a.k, seq.b, t, hk);
-    const int64_t key = seq.row * w.sk_p + hk * w.sk_h + (kept + e) * w.sk_r;
+  const int64_t first = seq.start + length - fresh;
+  for (int i = threadIdx.x; i < ratio * fresh; i += kWindowWarps * 32) {
+    const int h = i / fresh, e = i % fresh;
+    float g, beta;
+    compute_gates(a.gates, load_gates(a.gates, seq.b, first + e, hk * ratio + h), &g, &beta);
+    w.g[seq.row * w.sg_p + (hk * ratio + h) * w.sg_h + (kept + e) * w.sg_r] = g;
+  }
+  for (int e = warp; e < fresh; e += kWindowWarps) {
+    const int64_t from = offset_of(a.k, seq.b, first + e, hk);
     float rk = 1.f;
     if (a.l2norm) {
       float sum = 0.f;
@@ -289,18 +295,8 @@ __global__ void __launch_bounds__(128)
       rk = rsqrtf(lane_sum(sum) + kL2Eps);
     }
     for (int c = lane; c < K; c += 32) {
-      store_as(w.k, w.k_dtype, key + c, rk * load_as(a.k.ptr, a.k.dtype, from + c * a.k.sd));
-    }
-    for (int h = 0; h < ratio; h++) {
-      const int64_t hv = hk * ratio + h;
-      const float* const u = layout.updates + ((n * a.HV + hv) * R + token % R) * a.V;
-      const int64_t to = seq.row * w.su_p + hv * w.su_h + (kept + e) * w.su_r;
-      for (int c = lane; c < V; c += 32) store_as(w.u, w.u_dtype, to + c, u[c]);
-      if (lane == 0) {
-        float g, beta;
-        compute_gates(a.gates, load_gates(a.gates, seq.b, t, hv), &g, &beta);
-        w.g[seq.row * w.sg_p + hv * w.sg_h + (kept + e) * w.sg_r] = g;
-      }
+      store_as(w.k, w.k_dtype, keys + (kept + e) * w.sk_r + c,
+               rk * load_as(a.k.ptr, a.k.dtype, from + c * a.k.sd));
     }
   }
 }

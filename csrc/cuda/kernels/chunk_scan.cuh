@@ -8,15 +8,15 @@
 //   S = w_n S + (D_n rk U) k
 // Right operands come from shared memory, filled by asynchronous copies: by the same warps, or,
 // where a block is alone on its multiprocessor, by four helpers, which also take the outputs out.
-// Products take 16-bit factors and sum in float32; the state itself stays float32.
+// Products sum in float32, and the state stays float32. Their factors are rounded to 16 bits, or
+// (float32 inputs) split in two float16 parts; float16 factors S, X, U and D U are brought near 1
+// before that by a power of two for each row of V, so that no value leaves their range.
 #pragma once
 
 #include "chunk_plan.cuh"
 
 namespace gdn {
 namespace cuda {
-
-constexpr int kScanRows = 64;  // of V, a block; 16 a warp
 
 // What a scan is compiled for.
 enum class Scan {
@@ -32,21 +32,31 @@ struct ScanShape {
   static constexpr int kThreads = kHelpers ? 256 : 128, kMinBlocks = kHelpers ? 1 : 2;
 };
 
-template <int K>
+template <class IN, int K>
 struct ScanShared {
-  static constexpr int kKeys = (K / 64) * kPanelBytes;
+  using Form = Format<IN>;
+  static constexpr int kKeys = Form::template key_bytes<K>();
   static constexpr int kQueries = kKeys, kValues = 2 * kKeys;
-  static constexpr int kFactors = kValues + kPanelBytes;
-  static constexpr int kVectors = kFactors + 2 * kPanelBytes;
+  static constexpr int kFactors = kValues + Form::kParts * kPanelBytes;
+  static constexpr int kMixing = kFactors + Form::kMixing;
+  static constexpr int kVectors = kFactors + Form::kVectors;
   static constexpr int kStage = kVectors + 1024;  // panels start at multiples of 1024
-  static_assert(kFactorVectors * 4 <= 1024, "the vectors fit");
-  // With helpers the outputs have two panels of their own; among others the state passes through
-  // shared memory, 64 rows of K floats.
+  // Behind the stages: with helpers two panels of outputs; among others the state on its way, 64
+  // rows of K floats; the low-rank window, keys, updates and decays, laid out as in a stage.
+  static constexpr int kWindowUpdates = kKeys;
+  static constexpr int kWindowDecays = kWindowUpdates + Form::kParts * kPanelBytes;
+  static constexpr int kWindow = kWindowDecays + kChunk * 4;
+  // Two parts leave no room for it: the first stage has to wait.
+  static constexpr bool kWindowInStage = Form::kParts == 2;
+  static constexpr float kWindowScale = Form::kParts == 2 ? 8.f : 1.f;  // of its keys
   template <Scan KIND, bool LOWRANK>
-  static constexpr int bytes() {
-    return ScanShape<KIND>::kStages * kStage + (ScanShape<KIND>::kHelpers ? 2 * kPanelBytes : 0) +
-           (KIND == Scan::among && !LOWRANK ? kScanRows * K * 4 : 0);
-  }
+  static constexpr bool kStaged = Form::kParts == 1 && KIND == Scan::among && !LOWRANK;
+  template <Scan KIND>
+  static constexpr int kBehind =
+      ScanShape<KIND>::kStages * kStage + (ScanShape<KIND>::kHelpers ? 2 * kPanelBytes : 0);
+  template <Scan KIND, bool LOWRANK>
+  static constexpr int kBytes = kBehind<KIND> + (kStaged<KIND, LOWRANK> ? kScanRows * K * 4 : 0) +
+                                (LOWRANK && !kWindowInStage ? kWindow : 0);
 };
 
 // 16 rows of V of a state, as accumulators. PLAIN: pools are float32 with K contiguous; a kernel of
@@ -153,54 +163,161 @@ struct StagedRows {
   }
 };
 
+// Where piece `piece` (4 floats) of float32 row `row` of a [64][64] tile stands: a warp that reads
+// or writes eight rows of V of four pairs of tokens meets all banks.
+__device__ __forceinline__ int tile_offset(int row, int piece) {
+  return row * 256 + ((piece ^ (row & 6)) << 4);
+}
+
+// The largest absolute values of a lane's two rows.
+template <int N>
+__device__ __forceinline__ void row_most(float (&most)[2], const float (&c)[N][4]) {
+  most[0] = most[1] = 0.f;
+#pragma unroll
+  for (int p = 0; p < N; p++) {
+#pragma unroll
+    for (int e = 0; e < 4; e++) most[e >> 1] = fmaxf(most[e >> 1], fabsf(c[p][e]));
+  }
+#pragma unroll
+  for (int row = 0; row < 2; row++) {
+    most[row] = fmaxf(most[row], __shfl_xor_sync(kFullMask, most[row], 1));
+    most[row] = fmaxf(most[row], __shfl_xor_sync(kFullMask, most[row], 2));
+  }
+}
+
+// A window in 4-element vectors where it can be.
+__device__ __forceinline__ float4 load_four(const void* p, DType d, int64_t i, bool vectors) {
+  if (!vectors) {
+    return make_float4(load_as(p, d, i), load_as(p, d, i + 1), load_as(p, d, i + 2),
+                       load_as(p, d, i + 3));
+  }
+  if (d == DType::f32) return *reinterpret_cast<const float4*>(static_cast<const float*>(p) + i);
+  const uint2 x = *reinterpret_cast<const uint2*>(static_cast<const uint16_t*>(p) + i);
+  const bool b = d == DType::bf16;
+  const float2 low = b ? unpack_pair<bf16>(x.x) : unpack_pair<f16>(x.x);
+  const float2 high = b ? unpack_pair<bf16>(x.y) : unpack_pair<f16>(x.y);
+  return make_float4(low.x, low.y, high.x, high.y);
+}
+
 // The window that a low-rank sequence starts from, laid out as a chunk whose updates are known:
-// keys into the panels of k, updates into the panel of v, decays into the vector D_n. Returns
-// whether there is any entry.
-template <int K>
-__device__ __forceinline__ bool load_window(const ChunkArgs& a, int64_t row, int64_t hk, int64_t hv,
-                                            int v0, unsigned char* stage) {
-  using Shared = ScanShared<K>;
+// keys into the panels of k, updates into those of v, decays times what was taken out of a key.
+// Entries beyond the window up to the next multiple of 16 are zero. `stage` is that of the window;
+// returns the number of entries.
+template <class IN, int K>
+__device__ __forceinline__ int load_window(const ChunkArgs& a, const ChunkLayout& layout,
+                                           int64_t row, int64_t hk, int64_t hv, int v0,
+                                           unsigned char* stage) {
+  using Shared = ScanShared<IN, K>;
+  using Form = Format<IN>;
+  using T = typename Form::T;
+  constexpr int PARTS = Form::kParts;
   const Window& w = a.window;
   const int R = static_cast<int>(w.R);
   const WindowCounts counts = unpack_fill(w.fill[row * w.s_fill]);
   const int fill = counts.fill < R ? counts.fill : R;
-  if (fill == 0) return false;
-  float* const decay = reinterpret_cast<float*>(stage + Shared::kVectors) + 2 * kChunk;
-  for (int i = threadIdx.x; i < kChunk; i += blockDim.x) {
-    float sum = 0.f;
-    for (int j = i + 1; j < fill; j++) {
-      sum += w.g[row * w.sg_p + hv * w.sg_h + (counts.head + j) % R * w.sg_r];
+  if (fill == 0) return 0;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, warps = blockDim.x >> 5;
+  const auto slot_of = [&](int e) {
+    const int slot = counts.head + e;
+    return slot < R ? slot : slot - R;
+  };
+  float* const decay = reinterpret_cast<float*>(stage + Shared::kWindowDecays);
+  if (warp == 0) {
+    // Lane l: sums over the entries after l and after l + 32, taken from the newest on.
+    float late = 0.f, early = 0.f;
+    const auto log_decay = [&](int e) {
+      return e < fill ? w.g[row * w.sg_p + hv * w.sg_h + slot_of(e) * w.sg_r] : 0.f;
+    };
+    late = log_decay(64 - lane);
+    early = log_decay(32 - lane);
+    scan64(late, early, lane);
+    const float x = __shfl_sync(kFullMask, early, 31 - lane);
+    const float y = __shfl_sync(kFullMask, late, 31 - lane);
+    decay[lane] = lane < fill ? expf(x) * (1.f / Shared::kWindowScale) : 0.f;
+    decay[lane + 32] = lane + 32 < fill ? expf(y) * (1.f / Shared::kWindowScale) : 0.f;
+  }
+  constexpr int LANES = K / 4, ROWS = 32 / LANES, BATCH = 4;
+  const int end = (fill + 15) & ~15;
+  {
+    const int l = lane % LANES, first = warp * ROWS + lane / LANES, step = warps * ROWS;
+    for (int e0 = first; e0 < end; e0 += BATCH * step) {
+      float4 x[BATCH];
+#pragma unroll
+      for (int i = 0; i < BATCH; i++) {
+        const int e = e0 + i * step;
+        x[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+        if (e < fill) {
+          x[i] = load_four(w.k, w.k_dtype, row * w.sk_p + hk * w.sk_h + slot_of(e) * w.sk_r + 4 * l,
+                           layout.window_vectors);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < BATCH; i++) {
+        const int e = e0 + i * step;
+        if (e >= end) continue;
+        uint32_t low[PARTS], high[PARTS];
+        constexpr float SCALE = Shared::kWindowScale;
+        pack_parts<T>(low, SCALE * x[i].x, SCALE * x[i].y);
+        pack_parts<T>(high, SCALE * x[i].z, SCALE * x[i].w);
+        unsigned char* const to =
+            stage + (l >> 4) * kPanelBytes + panel_offset(e, (l & 15) >> 1) + (l & 1) * 8;
+#pragma unroll
+        for (int part = 0; part < PARTS; part++) {
+          *reinterpret_cast<uint2*>(to + part * (K / 64) * kPanelBytes) =
+              make_uint2(low[part], high[part]);
+        }
+      }
     }
-    decay[i] = i < fill ? expf(sum) : 0.f;
   }
-  for (int i = threadIdx.x; i < kChunk * K; i += blockDim.x) {
-    const int e = i / K, c = i % K, slot = (counts.head + e) % R;
-    const float x =
-        e < fill ? load_as(w.k, w.k_dtype, row * w.sk_p + hk * w.sk_h + slot * w.sk_r + c) : 0.f;
-    reinterpret_cast<bf16*>(stage + (c >> 6) * kPanelBytes +
-                            panel_offset(e, (c & 63) >> 3))[c & 7] = from_float<bf16>(x);
+  {
+    const int l = lane & 15, first = warp * 2 + (lane >> 4), step = warps * 2;
+    for (int e0 = first; e0 < end; e0 += BATCH * step) {
+      float4 x[BATCH];
+#pragma unroll
+      for (int i = 0; i < BATCH; i++) {
+        const int e = e0 + i * step;
+        x[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+        if (e < fill) {
+          x[i] = load_four(w.u, w.u_dtype,
+                           row * w.su_p + hv * w.su_h + slot_of(e) * w.su_r + v0 + 4 * l,
+                           layout.window_vectors);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < BATCH; i++) {
+        const int e = e0 + i * step;
+        if (e >= end) continue;
+        unsigned char* const updates = stage + Shared::kWindowUpdates;
+        if constexpr (PARTS == 2) {
+          *reinterpret_cast<float4*>(updates + tile_offset(e, l)) = x[i];
+        } else {
+          *reinterpret_cast<uint2*>(updates + panel_offset(e, l >> 1) + (l & 1) * 8) =
+              make_uint2(pack_pair<T>(x[i].x, x[i].y), pack_pair<T>(x[i].z, x[i].w));
+        }
+      }
+    }
   }
-  for (int i = threadIdx.x; i < kChunk * kScanRows; i += blockDim.x) {
-    const int e = i / kScanRows, c = i % kScanRows, slot = (counts.head + e) % R;
-    const float x =
-        e < fill ? load_as(w.u, w.u_dtype, row * w.su_p + hv * w.su_h + slot * w.su_r + v0 + c)
-                 : 0.f;
-    reinterpret_cast<bf16*>(stage + Shared::kValues + panel_offset(e, c >> 3))[c & 7] =
-        from_float<bf16>(x);
-  }
-  return true;
+  return fill;
 }
 
-template <int K, Scan KIND, bool LOWRANK>
+template <class IN, int K, Scan KIND, bool LOWRANK>
 __global__ void __launch_bounds__(ScanShape<KIND>::kThreads, ScanShape<KIND>::kMinBlocks)
     chunk_scan(const __grid_constant__ ChunkArgs a, const __grid_constant__ ChunkLayout layout) {
-  using Shared = ScanShared<K>;
+  using Form = Format<IN>;
+  using Shared = ScanShared<IN, K>;
+  using T = typename Form::T;
   extern __shared__ __align__(1024) unsigned char shared[];
+  constexpr int PARTS = Form::kParts;
+  constexpr bool SCALED = Form::kScaled;
   constexpr bool HELPERS = ScanShape<KIND>::kHelpers;
   constexpr int STAGES = ScanShape<KIND>::kStages;
-  constexpr bool STAGED = KIND == Scan::among && !LOWRANK;
+  constexpr bool STAGED = Shared::template kStaged<KIND, LOWRANK>;
   constexpr int AHEAD = STAGES > 1 ? STAGES - 1 : 1;  // chunks
-  constexpr bool LATE = STAGES == 1;
+  // Alone on its multiprocessor a block fills the wait for S k with S q; among others, or with
+  // factors in parts, it forms that later and needs fewer registers.
+  constexpr bool LATE = STAGES == 1 || PARTS == 2;
+  constexpr int KEY_STEP = (K / 64) * kPanelBytes;  // between the parts of keys
+  static_assert(!HELPERS || PARTS == 1, "the stages of two parts leave no room for outputs");
   const int thread = threadIdx.x & 127;
   const bool helper = HELPERS && threadIdx.x >= 128, copies = helper || !HELPERS;
   const int warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
@@ -211,69 +328,146 @@ __global__ void __launch_bounds__(ScanShape<KIND>::kThreads, ScanShape<KIND>::kM
   const Sequence seq = device_sequence(a.seqs, n);
   const int64_t length = seq.end > seq.start ? seq.end - seq.start : 0;
   const int chunks = static_cast<int>((length + kChunk - 1) / kChunk);
-  bf16* const out = static_cast<bf16*>(a.out.ptr) + offset_of(a.out, seq.b, seq.start, hv) + v0;
+  constexpr int OUT_PIECES = PARTS * 8;  // of 16 bytes, 64 columns
+  IN* const out = static_cast<IN*>(a.out.ptr) + offset_of(a.out, seq.b, seq.start, hv) + v0;
+  const auto out_piece = [&](int64_t token, int piece) -> uint4& {
+    return *reinterpret_cast<uint4*>(out + token * a.out.st + piece * (16 / sizeof(IN)));
+  };
   if (seq.row < 0) {
     wait_for_previous_kernel();
-    for (int64_t i = threadIdx.x; i < length * 8; i += blockDim.x) {
-      *reinterpret_cast<uint4*>(out + (i >> 3) * a.out.st + (i & 7) * 8) = make_uint4(0, 0, 0, 0);
+    for (int64_t i = threadIdx.x; i < length * OUT_PIECES; i += blockDim.x) {
+      out_piece(i / OUT_PIECES, static_cast<int>(i % OUT_PIECES)) = make_uint4(0, 0, 0, 0);
     }
     return;
   }
-  const bf16* const k = static_cast<const bf16*>(a.k.ptr) + offset_of(a.k, seq.b, seq.start, hk);
-  const bf16* const q = static_cast<const bf16*>(a.q.ptr) + offset_of(a.q, seq.b, seq.start, hk);
-  const bf16* const v =
-      static_cast<const bf16*>(a.v.ptr) + offset_of(a.v, seq.b, seq.start, hv) + v0;
-  const unsigned char* const factors =
-      layout.factors + (first_slot(a, layout, n, seq.start) * a.HV + hv) * kFactorBytes;
+  const IN* const k = static_cast<const IN*>(a.k.ptr) + offset_of(a.k, seq.b, seq.start, hk);
+  const IN* const q = static_cast<const IN*>(a.q.ptr) + offset_of(a.q, seq.b, seq.start, hk);
+  const IN* const v = static_cast<const IN*>(a.v.ptr) + offset_of(a.v, seq.b, seq.start, hv) + v0;
+  const int64_t first_chunk = first_slot(a, layout, n, seq.start);
+  const unsigned char* const factors = layout.factors + (first_chunk * a.HV + hv) * Form::kBytes;
+  const unsigned char* const keys = layout.keys + (first_chunk * a.H + hk) * 2 * Shared::kKeys;
   const uint32_t base = shared_address(shared);
 
+  const auto copy_block = [&](uint32_t to, const unsigned char* from, auto bytes) {
+    constexpr int BYTES = decltype(bytes)::value;
+#pragma unroll
+    for (int i = 0; i < (BYTES + 2047) / 2048; i++) {
+      const int p = (thread + 128 * i) * 16;
+      if (p < BYTES) copy_async(to + p, from + p, true);
+    }
+  };
   // What the first kernel wrote is asked for after the rest, behind its end.
   const auto ask_inputs = [&](int c, uint32_t stage) {
     const int64_t done = static_cast<int64_t>(c) * kChunk;
     const int tokens = length - done < kChunk ? static_cast<int>(length - done) : kChunk;
-    copy_rows<K / 8>(stage, k + done * a.k.st, a.k.st, tokens, thread);
-    copy_rows<K / 8>(stage + Shared::kQueries, q + done * a.q.st, a.q.st, tokens, thread);
-    copy_rows<8>(stage + Shared::kValues, v + done * a.v.st, a.v.st, tokens, thread);
+    if constexpr (PARTS == 1) {
+      copy_rows<K / 8>(stage, k + done * a.k.st, a.k.st, tokens, thread);
+      copy_rows<K / 8>(stage + Shared::kQueries, q + done * a.q.st, a.q.st, tokens, thread);
+      copy_rows<8>(stage + Shared::kValues, v + done * a.v.st, a.v.st, tokens, thread);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 8; i++) {
+        const int row = (thread >> 4) + 8 * i, piece = thread & 15;
+        const bool valid = row < tokens;
+        copy_async(stage + Shared::kValues + tile_offset(row, piece),
+                   v + (done + (valid ? row : 0)) * a.v.st + 4 * piece, valid);
+      }
+    }
   };
   const auto ask_factors = [&](int c, uint32_t stage) {
-    const unsigned char* const from = factors + static_cast<int64_t>(c) * a.HV * kFactorBytes;
-#pragma unroll
-    for (int i = 0; i < 2 * kPanelBytes / 16 / 128; i++) {
-      const int p = (thread + 128 * i) * 16;
-      copy_async(stage + Shared::kFactors + p, from + p, true);
+    if constexpr (PARTS == 2) {
+      copy_block(stage, keys + static_cast<int64_t>(c) * a.H * 2 * Shared::kKeys,
+                 std::integral_constant<int, 2 * Shared::kKeys>());
     }
-    if (thread < kFactorVectors / 4) {
-      const int p = 2 * kPanelBytes + thread * 16;
-      copy_async(stage + Shared::kFactors + p, from + p, true);
-    }
+    copy_block(stage + Shared::kFactors, factors + static_cast<int64_t>(c) * a.HV * Form::kBytes,
+               std::integral_constant<int, Form::kVectors + Form::kFloats * 4>());
   };
 
   const RightLanes lanes(lane);
   ScanState<K, KIND != Scan::general> S;
-  // S += (decay U) k, U as accumulators; left running.
-  const auto update = [&](const float (&u)[8][4], uint32_t stage, const float* decay) {
-    uint32_t left[4][4];
+  PowerOfTwo s_scale[2];  // S.s is the state times these, a row each
+  const auto rescale = [&] {
+    if constexpr (SCALED) {
+      float most[2];
+      row_most(most, S.s);
 #pragma unroll
-    for (int s = 0; s < 4; s++) {
-      const float2 d = *reinterpret_cast<const float2*>(decay + 16 * s + 2 * t);
-      const float2 e = *reinterpret_cast<const float2*>(decay + 16 * s + 8 + 2 * t);
-      const float (&x)[4] = u[2 * s];
-      const float (&y)[4] = u[2 * s + 1];
-      left[s][0] = pack_bf16(d.x * x[0], d.y * x[1]);
-      left[s][1] = pack_bf16(d.x * x[2], d.y * x[3]);
-      left[s][2] = pack_bf16(e.x * y[0], e.y * y[1]);
-      left[s][3] = pack_bf16(e.x * y[2], e.y * y[3]);
+      for (int row = 0; row < 2; row++) s_scale[row] = PowerOfTwo(most[row], 4);
+#pragma unroll
+      for (int p = 0; p < K / 8; p++) {
+#pragma unroll
+        for (int e = 0; e < 4; e++) S.s[p][e] *= s_scale[e >> 1].by;
+      }
     }
+  };
+  // S = last S + (decay U) k, U as accumulators, times u_scale; left running. `panels` of k; decay
+  // may carry what was taken out of k. `steps`: of 16 tokens.
+  const auto update = [&](float (&u)[8][4], const PowerOfTwo(&u_scale)[2], float last,
+                          uint32_t stage, const float* decay, int steps) {
+#pragma unroll
+    for (int p = 0; p < 8; p++) {
+      const float2 d = *reinterpret_cast<const float2*>(decay + 8 * p + 2 * t);
+#pragma unroll
+      for (int e = 0; e < 4; e++) u[p][e] *= e & 1 ? d.y : d.x;
+    }
+    float u_factor[2] = {1.f, 1.f}, s_factor[2] = {last, last};
+    if constexpr (SCALED) {
+      float most[2], most_s[2];
+      row_most(most, u);
+      row_most(most_s, S.s);
+#pragma unroll
+      for (int row = 0; row < 2; row++) {
+        const float old = last == 0.f ? 0.f : most_s[row] * (last * s_scale[row].back);
+        const PowerOfTwo next(fmaxf(old, most[row] * u_scale[row].back), 4);
+        u_factor[row] = next.by * u_scale[row].back;
+        s_factor[row] = last * (next.by * s_scale[row].back);
+        s_scale[row] = next;
+      }
+#pragma unroll
+      for (int p = 0; p < 8; p++) {
+#pragma unroll
+        for (int e = 0; e < 4; e++) u[p][e] *= u_factor[e >> 1];
+      }
+    }
+    if (last == 0.f) {
+      clear(S.s);
+    } else {
+#pragma unroll
+      for (int p = 0; p < K / 8; p++) {
+#pragma unroll
+        for (int e = 0; e < 4; e++) S.s[p][e] *= s_factor[e >> 1];
+      }
+    }
+    uint32_t left[4][PARTS][4];
+#pragma unroll
+    for (int s = 0; s < 4; s++) pack_left<T>(left[s], u[2 * s], u[2 * s + 1]);
     open_products();
 #pragma unroll
-    for (int s = 0; s < 4; s++) multiply_columns(S.s, left[s], stage, 0, s, 0, lanes);
+    for (int s = 0; s < 4; s++) {
+      if (s < steps) multiply_columns<T>(S.s, left[s], stage, 0, KEY_STEP, s, 0, lanes);
+    }
     close_products();
   };
-  // v^T of this warp's rows, tokens 16 p ...: registers (g, tokens), (g + 8, tokens), next 8
-  // tokens.
-  const auto load_values = [&](uint32_t (&r)[4], uint32_t stage, int p) {
-    const int row = 16 * p + ((lane >> 4) << 3) + (lane & 7);
-    load_transposed(r, stage + Shared::kValues + panel_offset(row, 2 * warp + ((lane >> 3) & 1)));
+  // v^T of this warp's rows, tokens 16 p ...: x[half][row][e] is row g + 8 row, token 16 p + 8 half
+  // + 2 t + e.
+  const auto load_values = [&](float (&x)[2][2][2], const unsigned char* values, int p) {
+    if constexpr (PARTS == 1) {
+      uint32_t r[4];
+      const int row = 16 * p + ((lane >> 4) << 3) + (lane & 7);
+      load_transposed(r, shared_address(values) + panel_offset(row, 2 * warp + ((lane >> 3) & 1)));
+#pragma unroll
+      for (int m = 0; m < 4; m++) {
+        const float2 y = unpack_pair<T>(r[m]);
+        x[m >> 1][m & 1][0] = y.x;
+        x[m >> 1][m & 1][1] = y.y;
+      }
+    } else {
+#pragma unroll
+      for (int m = 0; m < 8; m++) {
+        const int token = 16 * p + 8 * (m >> 2) + 2 * t + (m & 1), row = g + 8 * ((m >> 1) & 1);
+        x[m >> 2][(m >> 1) & 1][m & 1] = *reinterpret_cast<const float*>(
+            values + tile_offset(token, 4 * warp + (row >> 2)) + (row & 3) * 4);
+      }
+    }
   };
 
   const auto home = [&](const StatePool& pool, int64_t row, int64_t r) {
@@ -281,51 +475,74 @@ __global__ void __launch_bounds__(ScanShape<KIND>::kThreads, ScanShape<KIND>::kM
   };
   unsigned char* const staged = shared + STAGES * Shared::kStage + warp * 16 * K * 4;
   const auto keep = [&](int64_t row) {
+    const auto multiply = [&](float x, float y) {
+#pragma unroll
+      for (int p = 0; p < K / 8; p++) {
+#pragma unroll
+        for (int e = 0; e < 4; e++) S.s[p][e] *= e & 2 ? y : x;
+      }
+    };
+    if constexpr (SCALED) multiply(s_scale[0].back, s_scale[1].back);
     if constexpr (STAGED) {
       StagedRows<K>::write(S.s, staged, static_cast<float*>(a.write.ptr) + home(a.write, row, 0),
                            a.write.s_v, lane);
     } else {
       S.store(a.write, home(a.write, row, g) + 2 * t * a.write.s_k);
     }
+    if constexpr (SCALED) multiply(s_scale[0].by, s_scale[1].by);
   };
   const bool read_state = !LOWRANK && a.read.ptr && !seq.fresh && !helper;
 
   clear(S.s);
-  if (LOWRANK) {
-    wait_for_previous_kernel();
-    if (!seq.fresh && chunks > 0 && load_window<K>(a, seq.row, hk, hv, v0, shared)) {
+  int kept = 0;  // low rank: entries of the window that stay
+  const int R = LOWRANK ? static_cast<int>(a.window.R) : 1;
+  const int news = LOWRANK && length > R ? R : static_cast<int>(length);
+  const auto start_from_window = [&] {
+    unsigned char* const window =
+        shared + (Shared::kWindowInStage ? 0 : Shared::template kBehind<KIND>);
+    const int fill =
+        seq.fresh || chunks == 0 ? 0 : load_window<IN, K>(a, layout, seq.row, hk, hv, v0, window);
+    if (fill > 0) {
       publish_shared();
       __syncthreads();
       if (!helper) {
         float u[8][4];
 #pragma unroll
         for (int p = 0; p < 4; p++) {
-          uint32_t r[4];
-          load_values(r, base, p);
+          float x[2][2][2] = {};
+          if (16 * p < fill) load_values(x, window + Shared::kWindowUpdates, p);
 #pragma unroll
-          for (int e = 0; e < 4; e++) {
-            const float2 x = unpack_bf16(r[e]);
-            u[2 * p + (e >> 1)][2 * (e & 1)] = x.x;
-            u[2 * p + (e >> 1)][2 * (e & 1) + 1] = x.y;
-          }
+          for (int m = 0; m < 8; m++) u[2 * p + (m >> 2)][m & 3] = x[m >> 2][(m >> 1) & 1][m & 1];
         }
-        update(u, base, reinterpret_cast<const float*>(shared + Shared::kVectors) + 2 * kChunk);
+        const PowerOfTwo one[2];
+        update(u, one, 0.f, shared_address(window),
+               reinterpret_cast<const float*>(window + Shared::kWindowDecays), (fill + 15) / 16);
         await_products<0>(S.s);
+      }
+      kept = fill < R - news ? fill : R - news;
+      if (kept > 0 && threadIdx.x < kScanRows) {
+        const Window& w = a.window;
+        const WindowCounts counts = unpack_fill(w.fill[seq.row * w.s_fill]);
+        move_entries(w.u, w.u_dtype, seq.row * w.su_p + hv * w.su_h + v0 + threadIdx.x, w.su_r,
+                     counts.head + fill - kept, R, kept);
       }
       __syncthreads();
     }
-    if (copies && chunks > 0) ask_inputs(0, base);
-  } else {
-    // Inputs are older than the first kernel, which has waited for all that came before it.
-    if (copies && chunks > 0) ask_inputs(0, base);
-    if (read_state && STAGED) {
-      StagedRows<K>::ask(shared_address(staged),
-                         static_cast<const float*>(a.read.ptr) + home(a.read, seq.row, 0),
-                         a.read.s_v, lane);
-    } else if (read_state) {
-      S.load(a.read, home(a.read, seq.row, g) + 2 * t * a.read.s_k);
-    }
-    wait_for_previous_kernel();
+  };
+  constexpr bool WINDOW_FIRST = LOWRANK && Shared::kWindowInStage;
+  // Inputs are older than the first kernel, which has waited for all that came before it.
+  if (!WINDOW_FIRST && copies && chunks > 0) ask_inputs(0, base);
+  if (read_state && STAGED) {
+    StagedRows<K>::ask(shared_address(staged),
+                       static_cast<const float*>(a.read.ptr) + home(a.read, seq.row, 0), a.read.s_v,
+                       lane);
+  } else if (read_state) {
+    S.load(a.read, home(a.read, seq.row, g) + 2 * t * a.read.s_k);
+  }
+  wait_for_previous_kernel();
+  if (WINDOW_FIRST) {
+    start_from_window();
+    if (chunks > 0) ask_inputs(0, base);
   }
   if (copies) {
     if (chunks > 0) ask_factors(0, base);
@@ -339,11 +556,13 @@ __global__ void __launch_bounds__(ScanShape<KIND>::kThreads, ScanShape<KIND>::kM
       commit_copies();
     }
   }
+  if (LOWRANK && !WINDOW_FIRST) start_from_window();
   if (STAGED && read_state) {
     wait_copies<0>();
     __syncwarp();
     StagedRows<K>::read(S.s, staged, lane);
   }
+  if (read_state) rescale();
   // Rows of 16-byte pieces of a finished output, 128 bytes a token.
   unsigned char* const results = shared + STAGES * Shared::kStage;
   const auto take_out = [&](int c) {
@@ -352,9 +571,8 @@ __global__ void __launch_bounds__(ScanShape<KIND>::kThreads, ScanShape<KIND>::kM
     for (int i = 0; i < 4; i++) {
       const int token = 16 * i + (thread >> 3), piece = thread & 7;
       if (token < length - done) {
-        *reinterpret_cast<uint4*>(out + (done + token) * a.out.st + piece * 8) =
-            *reinterpret_cast<const uint4*>(results + (c & 1) * kPanelBytes +
-                                            panel_offset(token, piece));
+        out_piece(done + token, piece) = *reinterpret_cast<const uint4*>(
+            results + (c & 1) * kPanelBytes + panel_offset(token, piece));
       }
     }
   };
@@ -384,7 +602,7 @@ __global__ void __launch_bounds__(ScanShape<KIND>::kThreads, ScanShape<KIND>::kM
 
     // The last decay from the start is zero if any is: then what the old state gave is dropped,
     // whatever it holds.
-    const float w_last = vectors[3 * kChunk];
+    const float w_last = vectors[Form::kLast];
     const auto drop = [&](float (&c)[8][4], const float* w) {
       if (w_last != 0.f) return;
 #pragma unroll
@@ -396,133 +614,191 @@ __global__ void __launch_bounds__(ScanShape<KIND>::kThreads, ScanShape<KIND>::kM
       }
     };
     float O[8][4], U[8][4];
-    uint32_t X[4][4];
-    // The products with the old state, rounded: by k or by q.
+    uint32_t X[4][PARTS][4];
+    PowerOfTwo u_scale[2];  // U is that of the state times these
+    // The products with the old state: by k or by q.
     const auto multiply_state = [&](float (&c)[8][4], uint32_t panels) {
-      uint32_t left[K / 16][4];
+      uint32_t left[K / 16][PARTS][4];
 #pragma unroll
-      for (int s = 0; s < K / 16; s++) pack_left(left[s], S.s[2 * s], S.s[2 * s + 1]);
+      for (int s = 0; s < K / 16; s++) pack_left<T>(left[s], S.s[2 * s], S.s[2 * s + 1]);
       open_products();
-      multiply_rows<false>(c, left[0], stage, panels, 0, 0, lanes);
+      multiply_rows<T, false>(c, left[0], stage, panels, KEY_STEP, 0, 0, lanes);
 #pragma unroll
       for (int s = 1; s < K / 16; s++) {
-        multiply_rows(c, left[s], stage, panels + (s >> 2) * kPanelBytes, s & 3, 0, lanes);
+        multiply_rows<T>(c, left[s], stage, panels + (s >> 2) * kPanelBytes, KEY_STEP, s & 3, 0,
+                         lanes);
       }
       close_products();
     };
     {
       float P[8][4];
       multiply_state(P, 0);
-      // Alone on its multiprocessor a block fills the wait with the second product; among others it
-      // forms that later and needs fewer registers.
       if (!LATE) multiply_state(O, Shared::kQueries);
       await_products<!LATE>(P);
       drop(P, vectors);
 #pragma unroll
       for (int p = 0; p < 4; p++) {
-        uint32_t r[4];
-        load_values(r, stage, p);
+        float x[2][2][2];
+        load_values(x, stage_memory + Shared::kValues, p);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
           const float2 w = *reinterpret_cast<const float2*>(vectors + 16 * p + 8 * half + 2 * t);
-          const float (&x)[4] = P[2 * p + half];
-          const float2 low = unpack_bf16(r[2 * half]), high = unpack_bf16(r[2 * half + 1]);
-          X[p][2 * half] = pack_bf16(low.x - w.x * x[0], low.y - w.y * x[1]);
-          X[p][2 * half + 1] = pack_bf16(high.x - w.x * x[2], high.y - w.y * x[3]);
+          float (&y)[4] = P[2 * p + half];
+#pragma unroll
+          for (int row = 0; row < 2; row++) {
+            if constexpr (SCALED) {
+              y[2 * row] *= s_scale[row].back;
+              y[2 * row + 1] *= s_scale[row].back;
+            }
+            y[2 * row] = x[half][row][0] - w.x * y[2 * row];
+            y[2 * row + 1] = x[half][row][1] - w.y * y[2 * row + 1];
+          }
         }
       }
+      if constexpr (SCALED) {
+        float most[2];
+        row_most(most, P);
+#pragma unroll
+        for (int row = 0; row < 2; row++) u_scale[row] = PowerOfTwo(most[row], -1);
+#pragma unroll
+        for (int p = 0; p < 8; p++) {
+#pragma unroll
+          for (int e = 0; e < 4; e++) P[p][e] *= u_scale[e >> 1].by;
+        }
+#pragma unroll
+        for (int row = 0; row < 2; row++) {
+          u_scale[row].by *= Form::kInverseScale;
+          u_scale[row].back *= 1.f / Form::kInverseScale;
+        }
+      }
+#pragma unroll
+      for (int s = 0; s < 4; s++) pack_left<T>(X[s], P[2 * s], P[2 * s + 1]);
     }
     // Row j of the panel has zeros before column j.
     open_products();
-    multiply_columns<false>(U, X[0], stage, Shared::kFactors, 0, 0, lanes);
+    multiply_columns<T, false>(U, X[0], stage, Shared::kFactors, kPanelBytes, 0, 0, lanes);
 #pragma unroll
-    for (int s = 1; s < 4; s++) multiply_columns(U, X[s], stage, Shared::kFactors, s, s, lanes);
+    for (int s = 1; s < 4; s++) {
+      multiply_columns<T>(U, X[s], stage, Shared::kFactors, kPanelBytes, s, s, lanes);
+    }
     close_products();
     if (LATE) {
       await_products<0>(U);
       multiply_state(O, Shared::kQueries);
     }
     await_products<!LATE>(O);
-    drop(O, vectors);
+    drop(O, vectors + kChunk);
+    const float o_factor[2] = {s_scale[0].back * u_scale[0].by, s_scale[1].back * u_scale[1].by};
 #pragma unroll
     for (int p = 0; p < 8; p++) {
       const float2 w = *reinterpret_cast<const float2*>(vectors + kChunk + 8 * p + 2 * t);
 #pragma unroll
-      for (int e = 0; e < 4; e++) O[p][e] *= e & 1 ? w.y : w.x;
-    }
-    if (!LATE) await_products<0>(U);
-    if (LOWRANK) {
-      // The newest R updates of the sequence, for the window.
-      const int R = static_cast<int>(a.window.R);
-      if (done + kChunk > length - R) {
-        float* const to = layout.updates + (n * a.HV + hv) * R * a.V + v0 + 16 * warp + g;
-        const int base = static_cast<int>(done % R);
-#pragma unroll
-        for (int p = 0; p < 8; p++) {
-#pragma unroll
-          for (int e = 0; e < 4; e++) {
-            const int i = 8 * p + 2 * t + (e & 1);
-            if (done + i >= length - R && done + i < length) {
-              to[(base + i) % R * a.V + 8 * (e >> 1)] = U[p][e];
-            }
-          }
-        }
+      for (int e = 0; e < 4; e++) {
+        O[p][e] *= e & 1 ? w.y : w.x;
+        if constexpr (SCALED) O[p][e] *= o_factor[e >> 1];
       }
     }
-    uint32_t left[4][4];
+    if (!LATE) await_products<0>(U);
+    uint32_t left[4][PARTS][4];
 #pragma unroll
-    for (int s = 0; s < 4; s++) pack_left(left[s], U[2 * s], U[2 * s + 1]);
+    for (int s = 0; s < 4; s++) pack_left<T>(left[s], U[2 * s], U[2 * s + 1]);
     open_products();
 #pragma unroll
     for (int s = 0; s < 4; s++) {
-      multiply_rows(O, left[s], stage, Shared::kFactors + kPanelBytes, s, s, lanes);
+      multiply_rows<T>(O, left[s], stage, Shared::kMixing, kPanelBytes, s, s, lanes);
     }
     close_products();
     if (LOWRANK) {
       // The next chunk starts from the newest R updates alone, as the window stores them; D_n is
       // zero for the others.
-      clear(S.s);
-      if (a.window.u_dtype != DType::f32) {
+      const DType dtype = a.window.u_dtype;
+      const auto round_pairs = [&](auto type) {
+        using W = decltype(type);
 #pragma unroll
         for (int p = 0; p < 8; p++) {
 #pragma unroll
-          for (int e = 0; e < 4; e++) U[p][e] = round_as(a.window.u_dtype, U[p][e]);
+          for (int row = 0; row < 2; row++) {
+            float* const x = U[p] + 2 * row;
+            const float by = SCALED ? u_scale[row].by : 1.f,
+                        back = SCALED ? u_scale[row].back : 1.f;
+            const float2 y = unpack_pair<W>(pack_pair<W>(x[0] * back, x[1] * back));
+            x[0] = y.x * by;
+            x[1] = y.y * by;
+          }
+        }
+      };
+      if (dtype == DType::bf16) round_pairs(bf16());
+      if (dtype == DType::f16) round_pairs(f16());
+      if (done + kChunk > length - news) {
+        // The newest of the sequence go into the window, behind what stays there.
+        const Window& w = a.window;
+        const int64_t to = seq.row * w.su_p + hv * w.su_h + v0 + 16 * warp + g;
+        const int64_t entry = kept + done - (length - news);
+#pragma unroll
+        for (int p = 0; p < 8; p++) {
+#pragma unroll
+          for (int e = 0; e < 4; e++) {
+            const int i = 8 * p + 2 * t + (e & 1);
+            if (done + i >= length - news && done + i < length) {
+              store_as(w.u, dtype, to + (entry + i) * w.su_r + 8 * (e >> 1),
+                       SCALED ? U[p][e] * u_scale[e >> 1].back : U[p][e]);
+            }
+          }
         }
       }
-    } else if (w_last == 0.f) {
-      clear(S.s);
-    } else {
+    }
+    update(U, u_scale, LOWRANK ? 0.f : w_last, stage, vectors + 2 * kChunk, 4);
+    await_products<1>(O);
+    if constexpr (SCALED) {
 #pragma unroll
-      for (int p = 0; p < K / 8; p++) {
+      for (int p = 0; p < 8; p++) {
+        float2 m = make_float2(1.f, 1.f);
+        if constexpr (PARTS == 2) {
+          m = *reinterpret_cast<const float2*>(vectors + 3 * kChunk + 8 * p + 2 * t);
+        }
 #pragma unroll
-        for (int e = 0; e < 4; e++) S.s[p][e] *= w_last;
+        for (int e = 0; e < 4; e++) {
+          if constexpr (PARTS == 2) O[p][e] *= e & 1 ? m.y : m.x;
+          O[p][e] *= u_scale[e >> 1].back;
+        }
       }
     }
-    update(U, stage, vectors + 2 * kChunk);
-    await_products<1>(O);
     // Without helpers over the values of this warp, which nobody else reads.
     unsigned char* const result =
         HELPERS ? results + (c & 1) * kPanelBytes : stage_memory + Shared::kValues;
     __syncwarp();
+    if constexpr (PARTS == 1) {
 #pragma unroll
-    for (int p = 0; p < 8; p += 2) {
-      uint32_t x[4];
+      for (int p = 0; p < 8; p += 2) {
+        uint32_t x[4];
 #pragma unroll
-      for (int m = 0; m < 4; m++) {
-        x[m] = pack_bf16(O[p + (m >> 1)][2 * (m & 1)], O[p + (m >> 1)][2 * (m & 1) + 1]);
+        for (int m = 0; m < 4; m++) {
+          x[m] = pack_pair<T>(O[p + (m >> 1)][2 * (m & 1)], O[p + (m >> 1)][2 * (m & 1) + 1]);
+        }
+        store_transposed(x, lane, [&](int l) {
+          return result + panel_offset(8 * (p + (l >> 4)) + (l & 7), 2 * warp + ((l >> 3) & 1));
+        });
       }
-      store_transposed(x, lane, [&](int l) {
-        return result + panel_offset(8 * (p + (l >> 4)) + (l & 7), 2 * warp + ((l >> 3) & 1));
-      });
+    } else {
+#pragma unroll
+      for (int p = 0; p < 8; p++) {
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+          const int token = 8 * p + 2 * t + (e & 1), row = g + 8 * (e >> 1);
+          *reinterpret_cast<float*>(result + tile_offset(token, 4 * warp + (row >> 2)) +
+                                    (row & 3) * 4) = O[p][e];
+        }
+      }
     }
     if (!HELPERS) {
       __syncwarp();
+      constexpr int OWN = OUT_PIECES / 4, AT_ONCE = 32 / OWN;  // pieces of this warp, tokens
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const int token = 16 * i + (lane >> 1), piece = 2 * warp + (lane & 1);
+      for (int i = 0; i < kChunk / AT_ONCE; i++) {
+        const int token = AT_ONCE * i + lane / OWN, piece = OWN * warp + lane % OWN;
         if (token < length - done) {
-          *reinterpret_cast<uint4*>(out + (done + token) * a.out.st + piece * 8) =
-              *reinterpret_cast<const uint4*>(result + panel_offset(token, piece));
+          out_piece(done + token, piece) = *reinterpret_cast<const uint4*>(
+              result + (PARTS == 1 ? panel_offset(token, piece) : tile_offset(token, piece)));
         }
       }
     }

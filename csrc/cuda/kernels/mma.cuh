@@ -12,15 +12,10 @@
 #pragma once
 
 #include "common.cuh"
+#include "wgmma.cuh"
 
 namespace gdn {
 namespace cuda {
-
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-#define GDN_WARPGROUP 1
-#else
-#define GDN_WARPGROUP 0
-#endif
 
 constexpr int kPanel = 64;  // rows and columns
 constexpr int kPanelBytes = 64 * 64 * 2;
@@ -87,49 +82,112 @@ __device__ __forceinline__ void store_transposed(const uint32_t (&r)[4], int lan
 #endif
 }
 
-__device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
+template <class T>
+__device__ __forceinline__ uint32_t pack_pair(float low, float high);
+template <>
+__device__ __forceinline__ uint32_t pack_pair<bf16>(float low, float high) {
   const __nv_bfloat162 p = __floats2bfloat162_rn(low, high);
   return *reinterpret_cast<const uint32_t*>(&p);
 }
-__device__ __forceinline__ float2 unpack_bf16(uint32_t x) {
+template <>
+__device__ __forceinline__ uint32_t pack_pair<f16>(float low, float high) {
+  const __half2 p = __floats2half2_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&p);
+}
+template <class T>
+__device__ __forceinline__ float2 unpack_pair(uint32_t x);
+template <>
+__device__ __forceinline__ float2 unpack_pair<bf16>(uint32_t x) {
   return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u));
 }
-// Two accumulators side by side as a left operand.
-__device__ __forceinline__ void pack_left(uint32_t (&a)[4], const float (&x)[4],
-                                          const float (&y)[4]) {
-  a[0] = pack_bf16(x[0], x[1]);
-  a[1] = pack_bf16(x[2], x[3]);
-  a[2] = pack_bf16(y[0], y[1]);
-  a[3] = pack_bf16(y[2], y[3]);
+template <>
+__device__ __forceinline__ float2 unpack_pair<f16>(uint32_t x) {
+  return __half22float2(*reinterpret_cast<const __half2*>(&x));
+}
+// Two floats as sums of PARTS numbers of T each: what the first one loses, the second holds.
+template <class T, int PARTS>
+__device__ __forceinline__ void pack_parts(uint32_t (&r)[PARTS], float low, float high) {
+  r[0] = pack_pair<T>(low, high);
+  if constexpr (PARTS == 2) {
+    const float2 x = unpack_pair<T>(r[0]);
+    r[1] = pack_pair<T>(low - x.x, high - x.y);
+  }
 }
 
+// The power of two that brings a number to 2^target or a little above, and its inverse; both
+// between 2^-50 and 2^50.
+struct PowerOfTwo {
+  float by = 1.f, back = 1.f;
+  PowerOfTwo() = default;
+  __device__ __forceinline__ PowerOfTwo(float x, int target) {
+    const int exponent = min(max(static_cast<int>(__float_as_uint(x) >> 23), 87), 167);
+    by = __uint_as_float(static_cast<uint32_t>(254 + target - exponent) << 23);
+    back = __uint_as_float(static_cast<uint32_t>(exponent - target) << 23);
+  }
+};
+
 // c (16 x 8) += a (16 x 16) b (16 x 8); b0, b1 hold rows 2t, 2t + 1 and those plus 8 of column g.
-__device__ __forceinline__ void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
-                                         uint32_t b1) {
+template <class T>
+__device__ __forceinline__ void mma_16x8x16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
+                                            uint32_t b1);
+template <>
+__device__ __forceinline__ void mma_16x8x16<bf16>(float (&c)[4], const uint32_t (&a)[4],
+                                                  uint32_t b0, uint32_t b1) {
   asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
-      "{%8,%9}, {%0,%1,%2,%3};"
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+template <>
+__device__ __forceinline__ void mma_16x8x16<f16>(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
+                                                 uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%0,%1,%2,%3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// The products below drop all but 11 bits. `nearest_tf32` makes that a rounding; `round_tf32`
-// rounds a value that is read otherwise too.
+// c [16 x 8] += a [16 x 8] b [8 x 8] in tf32: the tensor cores drop the low 13 bits of an operand,
+// which tf32_rest returns. Lane 4 * g + t holds of a rows g, g + 8 and columns t, t + 4.
+__device__ __forceinline__ void mma_16x8x8(float (&c)[4], const float (&a)[4], float b0, float b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(__float_as_uint(a[0])), "r"(__float_as_uint(a[1])), "r"(__float_as_uint(a[2])),
+        "r"(__float_as_uint(a[3])), "r"(__float_as_uint(b0)), "r"(__float_as_uint(b1)));
+}
+__device__ __forceinline__ float tf32_rest(float x) {
+  return x - __uint_as_float(__float_as_uint(x) & 0xffffe000u);
+}
+
+// What the tensor cores drop of an operand makes a rounding of `nearest_tf32`; `round_tf32` rounds
+// a value that is read otherwise too.
 __device__ __forceinline__ float nearest_tf32(float x) {
   return __uint_as_float(__float_as_uint(x) + 0x1000u);
 }
 __device__ __forceinline__ float round_tf32(float x) {
   return __uint_as_float((__float_as_uint(x) + 0x1000u) & 0xffffe000u);
 }
-// c (16 x 8) += x (16 x 8) b (8 x 8), both rounded; x an accumulator, b = rows 2t and 2t + 1 of
-// column g. The rows of b stand in the order in which an accumulator holds its columns.
+// c (16 x 8) += x (16 x 8) b (8 x 8); x an accumulator, b = rows 2t and 2t + 1 of column g. The
+// rows of b stand in the order in which an accumulator holds its columns. With one part both are
+// rounded; with two a factor is the sum of two roundings.
+template <int PARTS>
 __device__ __forceinline__ void multiply_tf32(float (&c)[4], const float (&x)[4], float2 b) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-      "{%0,%1,%2,%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(__float_as_uint(x[0])), "r"(__float_as_uint(x[2])), "r"(__float_as_uint(x[1])),
-        "r"(__float_as_uint(x[3])), "r"(__float_as_uint(b.x)), "r"(__float_as_uint(b.y)));
+  if constexpr (PARTS == 1) {
+    const float a[4] = {nearest_tf32(x[0]), nearest_tf32(x[2]), nearest_tf32(x[1]),
+                        nearest_tf32(x[3])};
+    mma_16x8x8(c, a, b.x, b.y);
+  } else {
+    const float a[4] = {round_tf32(x[0]), round_tf32(x[2]), round_tf32(x[1]), round_tf32(x[3])};
+    const float rest[4] = {x[0] - a[0], x[2] - a[1], x[1] - a[2], x[3] - a[3]};
+    const float2 d = make_float2(round_tf32(b.x), round_tf32(b.y));
+    mma_16x8x8(c, rest, d.x, d.y);
+    mma_16x8x8(c, a, b.x - d.x, b.y - d.y);
+    mma_16x8x8(c, a, d.x, d.y);
+  }
 }
 // 2^x; what would be denormal is zero.
 __device__ __forceinline__ float exp2_flushed(float x) {
@@ -137,137 +195,6 @@ __device__ __forceinline__ float exp2_flushed(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
-
-// Products in flight: `open_products` after the last change of a register that they read or add to,
-// `close_products` behind a batch, `await_products` before its sums are read; it leaves PENDING
-// batches running. Where a warp multiplies alone nothing is ever in flight.
-#if GDN_WARPGROUP
-__device__ __forceinline__ void open_products() {
-  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-}
-__device__ __forceinline__ void close_products() {
-  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-}
-template <int PENDING, int N>
-__device__ __forceinline__ void await_products(float (&c)[N][4]) {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
-#pragma unroll
-  for (int i = 0; i < N; i++) {
-    asm volatile("" : "+f"(c[i][0]), "+f"(c[i][1]), "+f"(c[i][2]), "+f"(c[i][3])::"memory");
-  }
-}
-// What threads wrote to shared memory becomes visible to the products after the next barrier.
-__device__ __forceinline__ void publish_shared() {
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-// The panel `offset` bytes behind `base` as right operand; `next`: bytes to the panel with the next
-// 64 columns. Constant offsets cost one addition each.
-__device__ __forceinline__ uint64_t panel_descriptor(uint32_t base, uint32_t offset,
-                                                     uint32_t next) {
-  const uint32_t low = (base >> 4) + ((offset >> 4) | (next >> 4) << 16);
-  return static_cast<uint64_t>(1024 >> 4 | 1u << 30) << 32 | low;
-}
-// c (64 x 64, 16 rows a warp) += a b, or = a b without ADD; b a descriptor. TRANSPOSED: its rows
-// run along the sum.
-template <int TRANSPOSED, bool ADD>
-__device__ __forceinline__ void multiply_group(float (&c)[8][4], const uint32_t (&a)[4],
-                                               uint64_t b) {
-  if constexpr (ADD) {
-    asm volatile(
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, "
-        "%8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, "
-        "%24, %25, %26, %27, %28, %29, %30, %31}, "
-        "{%32, %33, %34, %35}, %36, 1, 1, 1, %37;"
-        : "+f"(c[0][0]), "+f"(c[0][1]), "+f"(c[0][2]), "+f"(c[0][3]), "+f"(c[1][0]), "+f"(c[1][1]),
-          "+f"(c[1][2]), "+f"(c[1][3]), "+f"(c[2][0]), "+f"(c[2][1]), "+f"(c[2][2]), "+f"(c[2][3]),
-          "+f"(c[3][0]), "+f"(c[3][1]), "+f"(c[3][2]), "+f"(c[3][3]), "+f"(c[4][0]), "+f"(c[4][1]),
-          "+f"(c[4][2]), "+f"(c[4][3]), "+f"(c[5][0]), "+f"(c[5][1]), "+f"(c[5][2]), "+f"(c[5][3]),
-          "+f"(c[6][0]), "+f"(c[6][1]), "+f"(c[6][2]), "+f"(c[6][3]), "+f"(c[7][0]), "+f"(c[7][1]),
-          "+f"(c[7][2]), "+f"(c[7][3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(TRANSPOSED));
-  } else {
-    asm volatile(
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, "
-        "%8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, "
-        "%24, %25, %26, %27, %28, %29, %30, %31}, "
-        "{%32, %33, %34, %35}, %36, 0, 1, 1, %37;"
-        : "=f"(c[0][0]), "=f"(c[0][1]), "=f"(c[0][2]), "=f"(c[0][3]), "=f"(c[1][0]), "=f"(c[1][1]),
-          "=f"(c[1][2]), "=f"(c[1][3]), "=f"(c[2][0]), "=f"(c[2][1]), "=f"(c[2][2]), "=f"(c[2][3]),
-          "=f"(c[3][0]), "=f"(c[3][1]), "=f"(c[3][2]), "=f"(c[3][3]), "=f"(c[4][0]), "=f"(c[4][1]),
-          "=f"(c[4][2]), "=f"(c[4][3]), "=f"(c[5][0]), "=f"(c[5][1]), "=f"(c[5][2]), "=f"(c[5][3]),
-          "=f"(c[6][0]), "=f"(c[6][1]), "=f"(c[6][2]), "=f"(c[6][3]), "=f"(c[7][0]), "=f"(c[7][1]),
-          "=f"(c[7][2]), "=f"(c[7][3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(TRANSPOSED));
-  }
-}
-// c (64 x 128, 16 rows a warp) += a b, or = a b without ADD; b a descriptor. TRANSPOSED: its rows
-// run along the sum.
-template <int TRANSPOSED, bool ADD>
-__device__ __forceinline__ void multiply_group(float (&c)[16][4], const uint32_t (&a)[4],
-                                               uint64_t b) {
-  if constexpr (ADD) {
-    asm volatile(
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, "
-        "%8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, "
-        "%24, %25, %26, %27, %28, %29, %30, %31, "
-        "%32, %33, %34, %35, %36, %37, %38, %39, "
-        "%40, %41, %42, %43, %44, %45, %46, %47, "
-        "%48, %49, %50, %51, %52, %53, %54, %55, "
-        "%56, %57, %58, %59, %60, %61, %62, %63}, "
-        "{%64, %65, %66, %67}, %68, 1, 1, 1, %69;"
-        : "+f"(c[0][0]), "+f"(c[0][1]), "+f"(c[0][2]), "+f"(c[0][3]), "+f"(c[1][0]), "+f"(c[1][1]),
-          "+f"(c[1][2]), "+f"(c[1][3]), "+f"(c[2][0]), "+f"(c[2][1]), "+f"(c[2][2]), "+f"(c[2][3]),
-          "+f"(c[3][0]), "+f"(c[3][1]), "+f"(c[3][2]), "+f"(c[3][3]), "+f"(c[4][0]), "+f"(c[4][1]),
-          "+f"(c[4][2]), "+f"(c[4][3]), "+f"(c[5][0]), "+f"(c[5][1]), "+f"(c[5][2]), "+f"(c[5][3]),
-          "+f"(c[6][0]), "+f"(c[6][1]), "+f"(c[6][2]), "+f"(c[6][3]), "+f"(c[7][0]), "+f"(c[7][1]),
-          "+f"(c[7][2]), "+f"(c[7][3]), "+f"(c[8][0]), "+f"(c[8][1]), "+f"(c[8][2]), "+f"(c[8][3]),
-          "+f"(c[9][0]), "+f"(c[9][1]), "+f"(c[9][2]), "+f"(c[9][3]), "+f"(c[10][0]),
-          "+f"(c[10][1]), "+f"(c[10][2]), "+f"(c[10][3]), "+f"(c[11][0]), "+f"(c[11][1]),
-          "+f"(c[11][2]), "+f"(c[11][3]), "+f"(c[12][0]), "+f"(c[12][1]), "+f"(c[12][2]),
-          "+f"(c[12][3]), "+f"(c[13][0]), "+f"(c[13][1]), "+f"(c[13][2]), "+f"(c[13][3]),
-          "+f"(c[14][0]), "+f"(c[14][1]), "+f"(c[14][2]), "+f"(c[14][3]), "+f"(c[15][0]),
-          "+f"(c[15][1]), "+f"(c[15][2]), "+f"(c[15][3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(TRANSPOSED));
-  } else {
-    asm volatile(
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, "
-        "%8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, "
-        "%24, %25, %26, %27, %28, %29, %30, %31, "
-        "%32, %33, %34, %35, %36, %37, %38, %39, "
-        "%40, %41, %42, %43, %44, %45, %46, %47, "
-        "%48, %49, %50, %51, %52, %53, %54, %55, "
-        "%56, %57, %58, %59, %60, %61, %62, %63}, "
-        "{%64, %65, %66, %67}, %68, 0, 1, 1, %69;"
-        : "=f"(c[0][0]), "=f"(c[0][1]), "=f"(c[0][2]), "=f"(c[0][3]), "=f"(c[1][0]), "=f"(c[1][1]),
-          "=f"(c[1][2]), "=f"(c[1][3]), "=f"(c[2][0]), "=f"(c[2][1]), "=f"(c[2][2]), "=f"(c[2][3]),
-          "=f"(c[3][0]), "=f"(c[3][1]), "=f"(c[3][2]), "=f"(c[3][3]), "=f"(c[4][0]), "=f"(c[4][1]),
-          "=f"(c[4][2]), "=f"(c[4][3]), "=f"(c[5][0]), "=f"(c[5][1]), "=f"(c[5][2]), "=f"(c[5][3]),
-          "=f"(c[6][0]), "=f"(c[6][1]), "=f"(c[6][2]), "=f"(c[6][3]), "=f"(c[7][0]), "=f"(c[7][1]),
-          "=f"(c[7][2]), "=f"(c[7][3]), "=f"(c[8][0]), "=f"(c[8][1]), "=f"(c[8][2]), "=f"(c[8][3]),
-          "=f"(c[9][0]), "=f"(c[9][1]), "=f"(c[9][2]), "=f"(c[9][3]), "=f"(c[10][0]),
-          "=f"(c[10][1]), "=f"(c[10][2]), "=f"(c[10][3]), "=f"(c[11][0]), "=f"(c[11][1]),
-          "=f"(c[11][2]), "=f"(c[11][3]), "=f"(c[12][0]), "=f"(c[12][1]), "=f"(c[12][2]),
-          "=f"(c[12][3]), "=f"(c[13][0]), "=f"(c[13][1]), "=f"(c[13][2]), "=f"(c[13][3]),
-          "=f"(c[14][0]), "=f"(c[14][1]), "=f"(c[14][2]), "=f"(c[14][3]), "=f"(c[15][0]),
-          "=f"(c[15][1]), "=f"(c[15][2]), "=f"(c[15][3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(TRANSPOSED));
-  }
-}
-#else
-__device__ __forceinline__ void open_products() {}
-__device__ __forceinline__ void close_products() {}
-template <int PENDING, int N>
-__device__ __forceinline__ void await_products(float (&)[N][4]) {}
-__device__ __forceinline__ void publish_shared() {}
-#endif
 
 // The addresses at which the lanes of a warp read right operands from a panel.
 struct RightLanes {
@@ -286,12 +213,12 @@ __device__ __forceinline__ void clear(float (&c)[N][4]) {
 }
 // c (16 x 64 a warp) += (or =) a (16 x 16) times columns 16 s ... of a panel, transposed. Rows of
 // the panel before 16 `first` are known to be zero there.
-template <bool ADD = true>
+template <class T, bool ADD = true>
 __device__ __forceinline__ void multiply_rows(float (&c)[8][4], const uint32_t (&a)[4],
                                               uint32_t base, uint32_t panel, int s, int first,
                                               const RightLanes& lanes) {
 #if GDN_WARPGROUP
-  multiply_group<0, ADD>(c, a, panel_descriptor(base, panel + s * 32, 16));
+  multiply_group<T, 0, ADD>(c, a, panel_descriptor(base, panel + s * 32, 16));
 #else
   if (!ADD) clear(c);
 #pragma unroll
@@ -299,19 +226,19 @@ __device__ __forceinline__ void multiply_rows(float (&c)[8][4], const uint32_t (
     if (p < first) continue;
     uint32_t b[4];
     load_matrices(b, base + panel + p * 2048 + lanes.plain + ((s << 5) ^ lanes.plain_x));
-    multiply(c[2 * p], a, b[0], b[1]);
-    multiply(c[2 * p + 1], a, b[2], b[3]);
+    mma_16x8x16<T>(c[2 * p], a, b[0], b[1]);
+    mma_16x8x16<T>(c[2 * p + 1], a, b[2], b[3]);
   }
 #endif
 }
 // c (16 x 8 N a warp) += (or =) a (16 x 16) times rows 16 s ... of the panels, which hold 64
 // columns each.
-template <bool ADD = true, int N>
+template <class T, bool ADD = true, int N>
 __device__ __forceinline__ void multiply_columns(float (&c)[N][4], const uint32_t (&a)[4],
                                                  uint32_t base, uint32_t panels, int s, int first,
                                                  const RightLanes& lanes) {
 #if GDN_WARPGROUP
-  multiply_group<1, ADD>(c, a, panel_descriptor(base, panels + s * 2048, kPanelBytes));
+  multiply_group<T, 1, ADD>(c, a, panel_descriptor(base, panels + s * 2048, kPanelBytes));
 #else
   if (!ADD) clear(c);
 #pragma unroll
@@ -320,10 +247,50 @@ __device__ __forceinline__ void multiply_columns(float (&c)[N][4], const uint32_
     uint32_t b[4];
     load_transposed(b, base + panels + (p >> 2) * kPanelBytes + s * 2048 + lanes.across +
                            (((p & 3) << 5) ^ lanes.across_x));
-    multiply(c[2 * p], a, b[0], b[1]);
-    multiply(c[2 * p + 1], a, b[2], b[3]);
+    mma_16x8x16<T>(c[2 * p], a, b[0], b[1]);
+    mma_16x8x16<T>(c[2 * p + 1], a, b[2], b[3]);
   }
 #endif
+}
+
+// A left operand of two accumulators side by side, in parts.
+template <class T, int PARTS>
+__device__ __forceinline__ void pack_left(uint32_t (&a)[PARTS][4], const float (&x)[4],
+                                          const float (&y)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const float (&from)[4] = i < 2 ? x : y;
+    uint32_t r[PARTS];
+    pack_parts<T>(r, from[2 * (i & 1)], from[2 * (i & 1) + 1]);
+#pragma unroll
+    for (int part = 0; part < PARTS; part++) a[part][i] = r[part];
+  }
+}
+// The products above with both factors in parts, those of a panel `step` bytes apart; what two
+// second parts give is below rounding.
+template <class T, bool ADD = true, int PARTS>
+__device__ __forceinline__ void multiply_rows(float (&c)[8][4], const uint32_t (&a)[PARTS][4],
+                                              uint32_t base, uint32_t panel, uint32_t step, int s,
+                                              int first, const RightLanes& lanes) {
+  if constexpr (PARTS == 1) {
+    multiply_rows<T, ADD>(c, a[0], base, panel, s, first, lanes);
+  } else {
+    multiply_rows<T, ADD>(c, a[1], base, panel, s, first, lanes);
+    multiply_rows<T>(c, a[0], base, panel + step, s, first, lanes);
+    multiply_rows<T>(c, a[0], base, panel, s, first, lanes);
+  }
+}
+template <class T, bool ADD = true, int N, int PARTS>
+__device__ __forceinline__ void multiply_columns(float (&c)[N][4], const uint32_t (&a)[PARTS][4],
+                                                 uint32_t base, uint32_t panels, uint32_t step,
+                                                 int s, int first, const RightLanes& lanes) {
+  if constexpr (PARTS == 1) {
+    multiply_columns<T, ADD>(c, a[0], base, panels, s, first, lanes);
+  } else {
+    multiply_columns<T, ADD>(c, a[1], base, panels, s, first, lanes);
+    multiply_columns<T>(c, a[0], base, panels + step, s, first, lanes);
+    multiply_columns<T>(c, a[0], base, panels, s, first, lanes);
+  }
 }
 
 }  // namespace cuda
