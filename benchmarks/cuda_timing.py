@@ -1,7 +1,9 @@
-"""Timing on a CUDA device: graph replays, medians, copy bandwidth."""
+"""Timing on a CUDA device: graph replays, medians, copy bandwidth; the frame of a table."""
 
 from __future__ import annotations
 
+import argparse
+import json
 import statistics
 from collections.abc import Callable, Sequence
 
@@ -59,3 +61,21 @@ def graph_time(
 def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
     got, want = got.double().cpu(), want.double().cpu()
     return ((got - want).norm() / want.norm()).item()
+
+
+def table_of(parser: argparse.ArgumentParser, fill: Callable) -> None:
+    """Parses the command line, prints the device and its bandwidth, and lets ``fill(table,
+    bandwidth, args)`` print and collect the rows, which ``--json`` keeps."""
+    parser.add_argument("--json", help="write the table here as well")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    bandwidth = copy_bandwidth()
+    print(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, "
+        f"copy {bandwidth / 1e9:.0f} GB/s read + written"
+    )
+    table: list[dict] = []
+    fill(table, bandwidth, args)
+    if args.json:
+        with open(args.json, "w") as f:
+            json.dump({"copy_GBps": bandwidth / 1e9, "rows": table}, f, indent=1)

@@ -12,11 +12,10 @@ torch.compile of that.
 from __future__ import annotations
 
 import argparse
-import json
 from functools import partial
 
 import torch
-from cuda_timing import copy_bandwidth, graph_time, relative_error
+from cuda_timing import graph_time, relative_error, table_of
 
 import gdn_ops  # noqa: F401  loads the library
 from gdn_ops import reference
@@ -284,27 +283,15 @@ def layer_table(table, bandwidth, B, H, HV):
            (conv_bytes + 4 * B * C) / bandwidth, (error, None))  # fmt: skip
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="batches 1 and 256 only")
-    parser.add_argument("--json", help="write the table here as well")
-    args = parser.parse_args()
-    torch.manual_seed(0)
-    bandwidth = copy_bandwidth()
-    print(
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, "
-        f"copy {bandwidth / 1e9:.0f} GB/s read + written"
-    )
-    table: list[dict] = []
+def fill(table, bandwidth, args) -> None:
     decode_table(table, bandwidth, args.quick)
     buffered_table(table, bandwidth)
     for shape in ((256, 16, 48), (1, 16, 48)):
         layer_table(table, bandwidth, *shape)
         torch.cuda.empty_cache()
-    if args.json:
-        with open(args.json, "w") as f:
-            json.dump({"copy_GBps": bandwidth / 1e9, "rows": table}, f, indent=1)
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="batches 1 and 256 only")
+    table_of(parser, fill)

@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 from functools import partial
 
 import torch
-from cuda_timing import copy_bandwidth, graph_time, relative_error
+from cuda_timing import graph_time, relative_error, table_of
 
 import gdn_ops  # noqa: F401  loads the library
 from gdn_ops import reference
@@ -88,17 +87,7 @@ def measure(table, bandwidth, B, T, H, HV, dtype, op):
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", help="write the table here as well")
-    args = parser.parse_args()
-    torch.manual_seed(0)
-    bandwidth = copy_bandwidth()
-    print(
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, "
-        f"copy {bandwidth / 1e9:.0f} GB/s read + written"
-    )
-    table: list[dict] = []
+def fill(table, bandwidth, args) -> None:
     shapes = ((1, 4096), (1, 16384), (256, 64), (16, 1024))
     bf16, f16, f32 = torch.bfloat16, torch.float16, torch.float32
     for H, HV, dtypes in ((16, 48, (bf16, f16, f32)), (4, 12, (bf16,))):
@@ -106,10 +95,7 @@ def main() -> None:
             for op in ("chunk_prefill", "chunk_lowrank"):
                 measure(table, bandwidth, B, T, H, HV, dtype, op)
                 torch.cuda.empty_cache()
-    if args.json:
-        with open(args.json, "w") as f:
-            json.dump({"copy_GBps": bandwidth / 1e9, "rows": table}, f, indent=1)
 
 
 if __name__ == "__main__":
-    main()
+    table_of(argparse.ArgumentParser(description=__doc__), fill)

@@ -362,10 +362,11 @@ def test_window_counts_survive_more_blocks_than_a_byte_counts():
     assert win[3].cpu().tolist() == [2, 2]
 
 
-@pytest.mark.parametrize("op", ["recurrent", "buffered"])
+@pytest.mark.parametrize("op", ["recurrent", "buffered", "lowrank"])
 @pytest.mark.parametrize("state_dtype", DTYPES)
 def test_drift_over_2000_steps(state_dtype, op):
-    """The error against float64 settles: it must not grow with the steps."""
+    """The error against float64 settles: it must not grow with the steps. Low rank is compared with
+    its own approximation, the state that the last R updates make."""
     B, H, HV, K, steps, R = 2, 1, 2, 128, 2000, 16
     r = torch.Generator().manual_seed(11)
     kw = {"generator": r, "dtype": torch.float64}
@@ -378,17 +379,24 @@ def test_drift_over_2000_steps(state_dtype, op):
     state = torch.zeros(B, HV, K, K, dtype=state_dtype, device="cuda")
     win = window(B, H, HV, R, K, K, state_dtype, torch.float32)
     S = torch.zeros(B, HV, K, K, dtype=torch.float64, device="cuda")
-    errors = []
+    errors, entries = [], []
     for t in range(steps):
         row = [x[t][:, None] for x in (q, k, v, g, beta)]
         if op == "recurrent":
             o = ops.recurrent(*row, state)
-        else:
+        elif op == "buffered":
             o = ops.recurrent_buffered(*row, state, *win)
+        else:
+            o = ops.recurrent_lowrank(*row, *win)
         key, query = (x[t].double().repeat_interleave(HV // H, 1) for x in (k, q))
+        if op == "lowrank" and entries:
+            us, keys, logs = (torch.stack(x, -1) for x in zip(*entries[-R:], strict=True))
+            after = logs.flip(-1).cumsum(-1).flip(-1) - logs
+            S = torch.einsum("bhvr,bhkr->bhvk", us * after.exp()[:, :, None], keys)
         S = S * g[t].double().exp()[..., None, None]
         u = beta[t].double()[..., None] * (v[t].double() - torch.einsum("bhvk,bhk->bhv", S, key))
         S = S + u[..., None] * key[:, :, None]
+        entries.append((u, key, g[t].double()))
         want = torch.einsum("bhvk,bhk->bhv", S, query) * K**-0.5
         errors.append((o[:, 0].double() - want).norm() / want.norm())
     errors = torch.stack(errors).cpu()
