@@ -93,7 +93,9 @@ cudaError_t chunk(const ChunkArgs& a, void* workspace, cudaStream_t stream) {
   x.slots = slots_of(a);
   x.chunks = (a.seqs.T + kChunk - 1) / kChunk;
   x.ratio = FastDiv(static_cast<uint32_t>(a.HV / a.H));
-  x.window_vectors = a.window.fill && vector_window(a.window);
+  x.read_vectors = vector_pool(a.read);
+  x.write_vectors = vector_pool(a.write);
+  x.window_vectors = a.window.fill && vector_entries(a.window);
   cudaError_t error = launch_forward(a, x, stream);
   if (!a.window.fill) return error;
   for (; error == cudaSuccess && x.first < a.seqs.N; x.first += kMaxGridY) {

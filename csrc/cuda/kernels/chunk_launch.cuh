@@ -59,7 +59,9 @@ cudaError_t chunk_products(const ChunkArgs& a, const ChunkLayout& x, cudaStream_
     return lone ? launch_scan<IN, K, LONE, true>(a, x, stream)
                 : launch_scan<IN, K, Scan::among, true>(a, x, stream);
   }
-  if (!plain(a.read) || !plain(a.write)) return launch_scan<IN, K, Scan::general>(a, x, stream);
+  const bool pools = plain(a.read) && plain(a.write);
+  const bool vectors = LONE == Scan::lone && (!a.read.ptr || x.read_vectors) && x.write_vectors;
+  if (!pools && !(lone && vectors)) return launch_scan<IN, K, Scan::general>(a, x, stream);
   if (lone) return launch_scan<IN, K, LONE>(a, x, stream);
   return one || !few ? launch_scan<IN, K, Scan::among>(a, x, stream)
                      : launch_scan<IN, K, Scan::ahead>(a, x, stream);

@@ -51,9 +51,10 @@ struct ChunkLayout {
   unsigned char* keys = nullptr;     // two parts: [slots][H][keys, queries]
   float* updates = nullptr;          // low rank by tokens: [N][HV][R][V], token p at p % R
   int64_t slots = 0;
-  int64_t chunks = 0;           // of every sequence, without cu_seqlens
-  int64_t first = 0;            // sequence of blockIdx.y == 0
-  FastDiv ratio;                // value heads of a key head
+  int64_t chunks = 0;                                // of every sequence, without cu_seqlens
+  int64_t first = 0;                                 // sequence of blockIdx.y == 0
+  FastDiv ratio;                                     // value heads of a key head
+  bool read_vectors = false, write_vectors = false;  // pools may be read in 16-byte pieces
   bool window_vectors = false;  // keys and updates of the window may be read four at a time
 };
 

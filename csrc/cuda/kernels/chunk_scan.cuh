@@ -20,10 +20,10 @@ namespace cuda {
 
 // What a scan is compiled for.
 enum class Scan {
-  lone,     // a block alone on its multiprocessor: helpers fetch two chunks ahead
-  ahead,    // fetches the next chunk while it works on one
-  among,    // one chunk at a time, others fill the wait
-  general,  // the same over pools that are not plain
+  lone,     // a block alone on its multiprocessor: helpers fetch two chunks ahead; pools in vectors
+  ahead,    // fetches the next chunk while it works on one; plain pools
+  among,    // one chunk at a time, others fill the wait; plain pools
+  general,  // the same over any pools
 };
 template <Scan KIND>
 struct ScanShape {
@@ -41,8 +41,8 @@ struct ScanShared {
   static constexpr int kMixing = kFactors + Form::kMixing;
   static constexpr int kVectors = kFactors + Form::kVectors;
   static constexpr int kStage = kVectors + 1024;  // panels start at multiples of 1024
-  // Behind the stages: with helpers two panels of outputs; among others the state on its way, 64
-  // rows of K floats; the low-rank window, keys, updates and decays, laid out as in a stage.
+  // Behind the stages: with helpers two panels of outputs; the state on its way, 64 rows of K
+  // floats; the low-rank window, keys, updates and decays, laid out as in a stage.
   static constexpr int kWindowUpdates = kKeys;
   static constexpr int kWindowDecays = kWindowUpdates + Form::kParts * kPanelBytes;
   static constexpr int kWindow = kWindowDecays + kChunk * 4;
@@ -50,7 +50,8 @@ struct ScanShared {
   static constexpr bool kWindowInStage = Form::kParts == 2;
   static constexpr float kWindowScale = Form::kParts == 2 ? 8.f : 1.f;  // of its keys
   template <Scan KIND, bool LOWRANK>
-  static constexpr bool kStaged = Form::kParts == 1 && KIND == Scan::among && !LOWRANK;
+  static constexpr bool kStaged =
+      !LOWRANK && KIND != Scan::ahead && (Form::kParts == 1 || KIND == Scan::general);
   template <Scan KIND>
   static constexpr int kBehind =
       ScanShape<KIND>::kStages * kStage + (ScanShape<KIND>::kHelpers ? 2 * kPanelBytes : 0);
@@ -59,8 +60,7 @@ struct ScanShared {
                                 (LOWRANK && !kWindowInStage ? kWindow : 0);
 };
 
-// 16 rows of V of a state, as accumulators. PLAIN: pools are float32 with K contiguous; a kernel of
-// its own takes other pools, because their addresses alone fill the registers.
+// 16 rows of V of a state, as accumulators. PLAIN: pools are float32 with K contiguous.
 template <int K, bool PLAIN>
 struct ScanState {
   float s[K / 8][4];
@@ -104,25 +104,42 @@ struct ScanState {
   }
 };
 
-// The same through shared memory, for blocks among many: what a lane holds is eight bytes here and
-// there, and a request of eight lines an eighth each keeps the second-level cache busier than one
-// of four whole lines. `rows`: those of the warp, K floats each, 16-byte pieces in the order of
-// (piece xor 2 (row mod 4)), so that half a warp meets all banks.
-template <int K>
-struct StagedRows {
-  static __device__ __forceinline__ int offset(int row, int piece) {
-    return row * K * 4 + ((piece ^ ((row & 3) << 1)) << 4);
+// The same through shared memory: what a lane holds is a few bytes here and there, and a request of
+// eight lines an eighth each keeps the second-level cache busier than one of four whole lines. A
+// warp moves its 16 rows of V by itself. ACROSS: pools [P, HV, K, V], lines of 16 rows of V; else
+// lines of K. Pieces of 16 bytes stand so that half a warp meets all banks.
+template <class T, int K, bool ACROSS>
+struct StagedState {
+  static constexpr int PER = 16 / sizeof(T);  // elements of a piece
+  static constexpr int PIECES = (ACROSS ? 16 : K) / PER, ALL = 16 * K / PER;
+
+  static __device__ __forceinline__ int offset(int row, int column) {
+    const int in_piece = (ACROSS ? row : column) % PER * sizeof(T);
+    if constexpr (!ACROSS) {
+      const int x = sizeof(T) == 4 ? (row & 3) << 1 : row & 7;
+      return row * K * sizeof(T) + ((column / PER ^ x) << 4) + in_piece;
+    } else if constexpr (sizeof(T) == 4) {
+      const int half = (column ^ column >> 2) & 1;
+      return (column >> 1) * 128 + half * 64 + ((row / PER ^ (column & 2)) << 4) + in_piece;
+    } else {
+      return column * 32 + ((row / PER ^ (column >> 2 & 1)) << 4) + in_piece;
+    }
   }
-  // `from`: row 0 of the warp's rows.
-  static __device__ __forceinline__ void ask(uint32_t rows, const float* from, int64_t pitch,
+  // Piece i of all: where it stands here, and in a pool.
+  static __device__ __forceinline__ int piece(int i) {
+    const int line = i / PIECES, first = i % PIECES * PER;
+    return ACROSS ? offset(first, line) : offset(line, first);
+  }
+  static __device__ __forceinline__ int64_t home(const StatePool& pool, int i) {
+    return i / PIECES * (ACROSS ? pool.s_k : pool.s_v) + i % PIECES * PER;
+  }
+  // `at`: offset of row 0 of the warp's rows.
+  static __device__ __forceinline__ void ask(uint32_t rows, const StatePool& pool, int64_t at,
                                              int lane) {
-    constexpr int PIECES = K / 4, AT_ONCE = 32 / PIECES;
-    static_assert(PIECES <= 32, "a row in one request");
-    const int piece = lane % PIECES, first = lane / PIECES;
+    const T* const from = static_cast<const T*>(pool.ptr) + at;
 #pragma unroll
-    for (int i = 0; i < 16 / AT_ONCE; i++) {
-      const int row = first + i * AT_ONCE;
-      copy_async(rows + offset(row, piece), from + row * pitch + piece * 4, true);
+    for (int i = 0; i < ALL / 32; i++) {
+      copy_async(rows + piece(32 * i + lane), from + home(pool, 32 * i + lane), true);
     }
   }
   static __device__ __forceinline__ void read(float (&s)[K / 8][4], const unsigned char* rows,
@@ -132,36 +149,78 @@ struct StagedRows {
     for (int p = 0; p < K / 8; p++) {
 #pragma unroll
       for (int half = 0; half < 2; half++) {
-        const float2 x = *reinterpret_cast<const float2*>(
-            rows + offset(g + 8 * half, 2 * p + (t >> 1)) + 8 * (t & 1));
-        s[p][2 * half] = x.x;
-        s[p][2 * half + 1] = x.y;
+        const int row = g + 8 * half, column = 8 * p + 2 * t;
+        const unsigned char* const at = rows + offset(row, column);
+        if constexpr (ACROSS) {
+          s[p][2 * half] = to_float(*reinterpret_cast<const T*>(at));
+          s[p][2 * half + 1] =
+              to_float(*reinterpret_cast<const T*>(rows + offset(row, column + 1)));
+        } else {
+          float2 x;
+          if constexpr (sizeof(T) == 4) {
+            x = *reinterpret_cast<const float2*>(at);
+          } else {
+            x = unpack_pair<T>(*reinterpret_cast<const uint32_t*>(at));
+          }
+          s[p][2 * half] = x.x;
+          s[p][2 * half + 1] = x.y;
+        }
       }
     }
   }
   static __device__ __forceinline__ void write(const float (&s)[K / 8][4], unsigned char* rows,
-                                               float* to, int64_t pitch, int lane) {
+                                               const StatePool& pool, int64_t to, int lane) {
     const int g = lane >> 2, t = lane & 3;
     __syncwarp();
 #pragma unroll
     for (int p = 0; p < K / 8; p++) {
 #pragma unroll
       for (int half = 0; half < 2; half++) {
-        *reinterpret_cast<float2*>(rows + offset(g + 8 * half, 2 * p + (t >> 1)) + 8 * (t & 1)) =
-            make_float2(s[p][2 * half], s[p][2 * half + 1]);
+        const int row = g + 8 * half, column = 8 * p + 2 * t;
+        unsigned char* const at = rows + offset(row, column);
+        const float x = s[p][2 * half], y = s[p][2 * half + 1];
+        if constexpr (ACROSS) {
+          *reinterpret_cast<T*>(at) = from_float<T>(x);
+          *reinterpret_cast<T*>(rows + offset(row, column + 1)) = from_float<T>(y);
+        } else if constexpr (sizeof(T) == 4) {
+          *reinterpret_cast<float2*>(at) = make_float2(x, y);
+        } else {
+          *reinterpret_cast<uint32_t*>(at) = pack_pair<T>(x, y);
+        }
       }
     }
     __syncwarp();
-    constexpr int PIECES = K / 4, AT_ONCE = 32 / PIECES;
-    const int piece = lane % PIECES, first = lane / PIECES;
+    T* const out = static_cast<T*>(pool.ptr) + to;
 #pragma unroll
-    for (int i = 0; i < 16 / AT_ONCE; i++) {
-      const int row = first + i * AT_ONCE;
-      *reinterpret_cast<float4*>(to + row * pitch + piece * 4) =
-          *reinterpret_cast<const float4*>(rows + offset(row, piece));
+    for (int i = 0; i < ALL / 32; i++) {
+      *reinterpret_cast<uint4*>(out + home(pool, 32 * i + lane)) =
+          *reinterpret_cast<const uint4*>(rows + piece(32 * i + lane));
     }
   }
 };
+// call(StagedState of this pool); without ANY it is plain.
+template <int K, bool ANY, class Call>
+__device__ __forceinline__ void with_staging(const StatePool& pool, Call&& call) {
+  if constexpr (!ANY) {
+    call(StagedState<float, K, false>());
+  } else {
+    const auto with_layout = [&](auto type) {
+      using T = decltype(type);
+      if (pool.s_k == 1) {
+        call(StagedState<T, K, false>());
+      } else {
+        call(StagedState<T, K, true>());
+      }
+    };
+    if (pool.dtype == DType::f32) {
+      with_layout(0.f);
+    } else if (pool.dtype == DType::bf16) {
+      with_layout(bf16());
+    } else {
+      with_layout(f16());
+    }
+  }
+}
 
 // Where piece `piece` (4 floats) of float32 row `row` of a [64][64] tile stands: a warp that reads
 // or writes eight rows of V of four pairs of tokens meets all banks.
@@ -312,7 +371,8 @@ __global__ void __launch_bounds__(ScanShape<KIND>::kThreads, ScanShape<KIND>::kM
   constexpr bool HELPERS = ScanShape<KIND>::kHelpers;
   constexpr int STAGES = ScanShape<KIND>::kStages;
   constexpr bool STAGED = Shared::template kStaged<KIND, LOWRANK>;
-  constexpr int AHEAD = STAGES > 1 ? STAGES - 1 : 1;  // chunks
+  constexpr bool ANY = KIND == Scan::lone || KIND == Scan::general;  // pools of any layout
+  constexpr int AHEAD = STAGES > 1 ? STAGES - 1 : 1;                 // chunks
   // Alone on its multiprocessor a block fills the wait for S k with S q; among others, or with
   // factors in parts, it forms that later and needs fewer registers.
   constexpr bool LATE = STAGES == 1 || PARTS == 2;
@@ -473,7 +533,7 @@ __global__ void __launch_bounds__(ScanShape<KIND>::kThreads, ScanShape<KIND>::kM
   const auto home = [&](const StatePool& pool, int64_t row, int64_t r) {
     return row * pool.s_p + hv * pool.s_h + (v0 + 16 * warp + r) * pool.s_v;
   };
-  unsigned char* const staged = shared + STAGES * Shared::kStage + warp * 16 * K * 4;
+  unsigned char* const staged = shared + Shared::template kBehind<KIND> + warp * 16 * K * 4;
   const auto keep = [&](int64_t row) {
     const auto multiply = [&](float x, float y) {
 #pragma unroll
@@ -483,9 +543,10 @@ __global__ void __launch_bounds__(ScanShape<KIND>::kThreads, ScanShape<KIND>::kM
       }
     };
     if constexpr (SCALED) multiply(s_scale[0].back, s_scale[1].back);
-    if constexpr (STAGED) {
-      StagedRows<K>::write(S.s, staged, static_cast<float*>(a.write.ptr) + home(a.write, row, 0),
-                           a.write.s_v, lane);
+    if (STAGED && (!ANY || layout.write_vectors)) {
+      with_staging<K, ANY>(a.write, [&](auto pool) {
+        decltype(pool)::write(S.s, staged, a.write, home(a.write, row, 0), lane);
+      });
     } else {
       S.store(a.write, home(a.write, row, g) + 2 * t * a.write.s_k);
     }
@@ -532,10 +593,12 @@ __global__ void __launch_bounds__(ScanShape<KIND>::kThreads, ScanShape<KIND>::kM
   constexpr bool WINDOW_FIRST = LOWRANK && Shared::kWindowInStage;
   // Inputs are older than the first kernel, which has waited for all that came before it.
   if (!WINDOW_FIRST && copies && chunks > 0) ask_inputs(0, base);
-  if (read_state && STAGED) {
-    StagedRows<K>::ask(shared_address(staged),
-                       static_cast<const float*>(a.read.ptr) + home(a.read, seq.row, 0), a.read.s_v,
-                       lane);
+  const bool stage_in = read_state && STAGED && (!ANY || layout.read_vectors);
+  if (stage_in) {
+    with_staging<K, ANY>(a.read, [&](auto pool) {
+      decltype(pool)::ask(shared_address(staged), a.read, home(a.read, seq.row, 0), lane);
+    });
+    commit_copies();
   } else if (read_state) {
     S.load(a.read, home(a.read, seq.row, g) + 2 * t * a.read.s_k);
   }
@@ -557,10 +620,10 @@ __global__ void __launch_bounds__(ScanShape<KIND>::kThreads, ScanShape<KIND>::kM
     }
   }
   if (LOWRANK && !WINDOW_FIRST) start_from_window();
-  if (STAGED && read_state) {
+  if (stage_in) {
     wait_copies<0>();
     __syncwarp();
-    StagedRows<K>::read(S.s, staged, lane);
+    with_staging<K, ANY>(a.read, [&](auto pool) { decltype(pool)::read(S.s, staged, lane); });
   }
   if (read_state) rescale();
   // Rows of 16-byte pieces of a finished output, 128 bytes a token.

@@ -28,8 +28,15 @@ inline bool vector_state(const StatePool& s) {
   return s.s_k == 1 && aligned(s.ptr, 16) && s.s_p % e == 0 && s.s_h % e == 0 && s.s_v % e == 0;
 }
 
+// Either layout of a pool in 16-byte vectors along its contiguous axis.
+inline bool vector_pool(const StatePool& s) {
+  const int64_t e = 16 / size_of(s.dtype);
+  const bool lines = s.s_k == 1 ? s.s_v % e == 0 : s.s_v == 1 && s.s_k % e == 0;
+  return lines && aligned(s.ptr, 16) && s.s_p % e == 0 && s.s_h % e == 0;
+}
+
 // Keys and updates of a window readable four at a time.
-inline bool vector_window(const Window& w) {
+inline bool vector_entries(const Window& w) {
   return aligned(w.k, 4 * size_of(w.k_dtype)) && aligned(w.u, 4 * size_of(w.u_dtype)) &&
          w.sk_p % 4 == 0 && w.sk_h % 4 == 0 && w.sk_r % 4 == 0 && w.su_p % 4 == 0 &&
          w.su_h % 4 == 0 && w.su_r % 4 == 0;
