@@ -88,6 +88,8 @@ Tensor paged_decode_packed(const Tensor& mixed_qkv, const Tensor& a, const Tenso
       mixed_qkv.sym_sizes(), ", ", a.sym_sizes(), ", ", b.sym_sizes(), ", ", state.sym_sizes());
   const auto C = mixed_qkv.sym_size(1), HV = state.sym_size(1), V = state.sym_size(2),
              K = state.sym_size(3);
+  TORCH_CHECK(K > 0, name, ": state: expected [blocks, HV, V, K] with K >= 1, got ",
+              state.sym_sizes());
   const auto H = (C - HV * V) / (K * 2);
   TORCH_CHECK(H > 0 && H * K * 2 + HV * V == C, name,
               ": mixed_qkv: expected 2*H*K + HV*V columns with HV, V, K = ", HV, ", ", V, ", ", K,

@@ -842,3 +842,101 @@ def test_paged_ops_raise_before_writing():
         conv = (m["weight"], None, conv_pool(3), rows_)
         torch.ops.gdn.paged_short_conv(m["x"][None], *conv, cu_seqlens=torch.tensor([0, 3]))
     assert torch.equal(pool, before)
+
+
+# --- invalid calls
+
+
+def engine_calls():
+    """(function, keywords) of calls that work, on fresh tensors."""
+    q, k, v, g, beta = make_qkv(3, 1, H, HV, K, V)
+    m = layer(3)
+    gates = {n: m[n] for n in ("A_log", "a", "b", "dt_bias")}
+    at = torch.tensor([3, 1, 5])
+    cu = torch.tensor([0, 1, 2, 3])
+    has = torch.tensor([True, False, True])
+    conv = {"weight": m["weight"], "bias": m["bias"]}
+    flat = {"q": q.reshape(1, 3, H, K), "k": k.reshape(1, 3, H, K),
+            "v": v.reshape(1, 3, HV, V)}  # fmt: skip
+    pool = {"initial_state": make_pool(P, HV, V, K)}
+    kv_pool = make_pool(P, HV, K, V)
+    yield vllm.fused_recurrent_gated_delta_rule, {
+        "q": q, "k": k, "v": v, "g": g, "beta": beta, **pool, "ssm_state_indices": at,
+    }  # fmt: skip
+    yield vllm.fused_sigmoid_gating_delta_rule_update, {
+        **gates, "q": q, "k": k, "v": v, **pool, "ssm_state_indices": at,
+    }  # fmt: skip
+    yield vllm.fused_recurrent_gated_delta_rule_packed_decode, {
+        "mixed_qkv": m["x"], **gates, "scale": 0.5, **pool, "out": torch.zeros(3, 1, HV, V),
+        "ssm_state_indices": at,
+    }  # fmt: skip
+    yield vllm.causal_conv1d_fn, {
+        "x": m["x"].t(), **conv, "conv_states": conv_pool(W), "query_start_loc": cu,
+        "cache_indices": at, "has_initial_state": has,
+    }  # fmt: skip
+    yield vllm.causal_conv1d_update, {
+        "x": m["x"], "conv_state": conv_pool(W), **conv, "conv_state_indices": at,
+        "out": torch.zeros(3, C),
+    }  # fmt: skip
+    yield vllm_cpu.fused_sigmoid_gating_delta_rule_update_cpu, {
+        **gates, **flat, "initial_state_source": kv_pool, "initial_state_indices": at,
+        "cu_seqlens": cu, "use_qk_l2norm_in_kernel": True,
+    }  # fmt: skip
+    yield vllm_cpu.chunk_gated_delta_rule_cpu, {
+        "query": flat["q"], "key": flat["k"], "value": flat["v"], "g": g.reshape(1, 3, HV),
+        "beta": beta.reshape(1, 3, HV), "initial_state": make_pool(P, HV, K, V),
+        "output_final_state": True, "cu_seqlens": cu, "head_first": False,
+        "use_qk_l2norm_in_kernel": True, "initial_state_indices": at,
+    }  # fmt: skip
+    yield vllm_cpu.causal_conv1d_update_cpu, {
+        "x": m["x"], "conv_states": conv_pool(W), **conv, "silu_activation": True,
+        "conv_state_indices": at, "is_weight_packed": False,
+    }  # fmt: skip
+    yield vllm_cpu.causal_conv1d_fwd_cpu, {
+        "x": m["x"].t(), **conv, "conv_states": conv_pool(W), "query_start_loc": cu,
+        "cache_indices": at, "has_initial_state": has, "silu_activation": True,
+        "is_weight_packed": False,
+    }  # fmt: skip
+    yield vllm_kunlun.causal_conv1d_update, {
+        "x": m["x"], "conv_state": conv_pool(W).mT, **conv, "activation": "silu",
+        "conv_state_indices": at,
+    }  # fmt: skip
+
+
+WRONG = {
+    "float64": lambda x: x.double(),
+    "int16": lambda x: x.to(torch.int16),
+    "a dimension more": lambda x: x[None],
+    "a dimension less": lambda x: x[0].clone(),
+    "one row more": lambda x: torch.cat([x, x[:1]]),
+    "one column more": lambda x: torch.cat([x, x[..., :1]], -1),
+    "one column less": lambda x: x[..., :-1].clone(),
+    "another device": lambda x: x.to("meta"),
+    "out of range": lambda x: x + 100 if x.dtype == torch.int64 else x[..., :0],
+    "requires grad": lambda x: x.detach().clone().requires_grad_(),
+    "negated": lambda x: torch._neg_view(x) if x.is_floating_point() else x[..., :0],
+}
+
+
+def test_a_call_that_raises_has_written_nothing():
+    refused = 0
+    for call, good in engine_calls():
+        call(**{n: x.clone() if isinstance(x, torch.Tensor) else x for n, x in good.items()})
+        for name, x in good.items():
+            for what, wrong in WRONG.items() if isinstance(x, torch.Tensor) else ():
+                try:
+                    bad = {**good, name: wrong(x)}
+                except (IndexError, RuntimeError):
+                    continue  # there is no such form of this tensor
+                own = {
+                    n: y.detach().clone() if y is not bad[name] else y
+                    for n, y in bad.items() if isinstance(y, torch.Tensor)
+                }  # fmt: skip
+                before = {n: y.detach().clone() for n, y in own.items() if y.device.type == "cpu"}
+                try:
+                    call(**{**bad, **own})
+                except (RuntimeError, ValueError, TypeError, IndexError):
+                    refused += 1
+                    for n, old in before.items():
+                        assert torch.equal(own[n].detach(), old), (call.__name__, name, what, n)
+    assert refused > 300

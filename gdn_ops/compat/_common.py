@@ -38,6 +38,19 @@ def activation_name(op: str, activation: bool | str | None) -> str:
     return causal_conv1d.activation_name(op, activation)
 
 
+def check_out(op: str, out: Tensor | None, shape: torch.Size, like: Tensor) -> None:
+    """What the result will be copied into, before anything is written."""
+    if out is None:
+        return
+    if out.shape != shape or out.device != like.device:
+        raise ValueError(
+            f"{op}: out: expected shape {tuple(shape)} on {like.device}, got {tuple(out.shape)} on "
+            f"{out.device}"
+        )
+    if out.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError(f"{op}: out: is written, so it may not require grad")
+
+
 def refuse(op: str, name: str, value, advice: str):
     raise NotImplementedError(f"{op}: {name}={value!r} is not supported: {advice}")
 

@@ -27,6 +27,7 @@ from gdn_ops.compat._common import (
     _paged_recurrent_gated,
     _paged_short_conv,
     activation_name,
+    check_out,
     check_softplus,
     refuse,
     refuse_given,
@@ -237,6 +238,8 @@ def fused_recurrent_gated_delta_rule_packed_decode(
         RuntimeError: mixed_qkv does not divide into heads of the pool's sizes; otherwise as
             :func:`gdn_ops.recurrent_gated`.
     """
+    shape = (mixed_qkv.shape[0], 1, *initial_state.shape[1:3])
+    check_out("fused_recurrent_gated_delta_rule_packed_decode", out, shape, mixed_qkv)
     o = _paged_decode_packed(
         mixed_qkv, a, b, A_log, dt_bias, initial_state, ssm_state_indices, scale,
         use_qk_l2norm_in_kernel,
@@ -477,6 +480,7 @@ def causal_conv1d_update(
     if cache_seqlens is not None:
         refuse_given(op, "the state is no ring buffer", cache_seqlens=cache_seqlens)
     activation = activation_name(op, activation)
+    check_out(op, out, x.shape, x)
     if query_start_loc is not None and conv_state_indices is not None:
         N = conv_state_indices.shape[0]
         if query_start_loc.shape[0] - 1 > N:
