@@ -244,7 +244,7 @@ struct Case {
   }
 
   int64_t dim() {
-    return rng.chance(0.1) ? rng.pick<int64_t>({64, 128, 130, 256}) : rng.between(1, 41);
+    return rng.chance(0.25) ? rng.pick<int64_t>({64, 128, 130, 256}) : rng.between(1, 41);
   }
   void heads(int64_t& H, int64_t& HV, int64_t& K, int64_t& V) {
     H = rng.between(1, 3);
