@@ -12,9 +12,13 @@ import contextlib
 import copy
 import functools
 import inspect
+import os
 import re
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -496,3 +500,28 @@ def test_threads_that_call_at_once():
     for thread in threads:
         thread.join()
     assert not wrong, wrong[:3]
+
+
+FORK = """
+import os, sys
+import torch, gdn_ops
+from common import make_pool, make_qkv
+
+torch.set_num_threads(2)
+inputs, pool = make_qkv(4, 32, 4, 8, 64, 64), make_pool(4, 8, 64, 64)
+before = gdn_ops.recurrent(*inputs, pool.clone())
+child = os.fork()
+if child == 0:
+    torch.set_num_threads(1)  # threads of the parent are not the child's
+    os._exit(not torch.equal(gdn_ops.recurrent(*inputs, pool.clone()), before))
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_forked_child_on_one_thread():
+    path = os.pathsep.join([str(Path(gdn_ops.__file__).parent.parent), *sys.path])
+    run = subprocess.run(
+        [sys.executable, "-c", FORK], cwd=Path(__file__).parent, timeout=120,
+        env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
