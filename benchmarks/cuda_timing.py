@@ -30,12 +30,15 @@ def copy_bandwidth(gib: int = 4, repeats: int = 9) -> float:
 
 
 def graph_time(
-    calls: Sequence[Callable[[], object]], repeats: int = 9, least: int = 8
+    calls: Sequence[Callable[[], object]],
+    repeats: int = 9,
+    least: int = 8,
+    before: Callable[[], object] = lambda: None,
 ) -> tuple[float, float]:
     """Seconds a call (median, and half the spread) of ``calls`` replayed in turn from one graph.
 
     ``calls`` address different memory, more than the L2 cache holds, so that no call finds its data
-    there.
+    there. ``before`` runs ahead of each replay and is not timed.
     """
     rounds = max(1, -(-least // len(calls)))
     for call in calls[:2]:
@@ -49,6 +52,7 @@ def graph_time(
     times = []
     for i in range(repeats + 2):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        before()
         start.record()
         graph.replay()
         end.record()

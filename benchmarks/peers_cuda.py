@@ -199,48 +199,55 @@ def new_window(P, H, HV, R, dtype):
     ]
 
 
+def buffered_case(table, bandwidth, shape, dtype, R, T, folds):
+    """Calls of T tokens, all kept. With ``folds`` a whole cycle with the phases spread over the
+    sequences, so that T / R of the rows fold in every call; without, the calls up to the fold."""
+    B, H, HV = shape
+    c = Case(B, H, HV, dtype, T)
+    P = c.pool.shape[0]
+    win = new_window(P, H, HV, R, torch.float32 if dtype == torch.float32 else torch.bfloat16)
+    if dtype == torch.float16:
+        win[1] = win[1].half()
+    name = f"gdn_ops recurrent_buffered R={R}" + ("" if folds else ", none folds")
+    index = c.rows[0]
+    want = c.pool[index[:CHECKED].long()].double().cpu()
+    worst = 0.0
+    for _ in range(R // T + 2):
+        c.v.normal_()
+        inputs = [x[:CHECKED].cpu() for x in c.inputs]
+        want_o, want = reference.recurrent(*inputs, want, qk_l2norm=True)
+        o = ops.recurrent_buffered(*c.inputs, c.pool, *win, index, qk_l2norm=True)
+        worst = max(worst, relative_error(o[:CHECKED], want_o))
+    if worst > 6e-3:
+        print(f"{name} {dtype} T={T}: out of tolerance {worst}")
+        return
+    cycle = R // T
+    steps = cycle if folds else cycle - 1
+    start = torch.arange(P, device="cuda", dtype=torch.int32) % cycle * T * folds
+    calls = [
+        partial(ops.recurrent_buffered, *c.inputs, c.pool, *win, r, qk_l2norm=True)
+        for _ in range(steps)
+        for r in c.rows
+    ]
+    seconds, spread = graph_time(calls, repeats=7, least=steps, before=lambda: win[3].copy_(start))
+    # Entries that a call must read: those before it, all of them where they go into the base.
+    pending = (R + T) / 2 if folds else (steps - 1) * T / 2
+    entry = HV * V * win[1].element_size() + H * K * win[0].element_size() + HV * 4
+    base = c.row_bytes * (1 + T / R * folds)
+    floor = (B * (base + entry * (pending + T)) + c.io_bytes()) / bandwidth
+    report(table, name, c, seconds, spread, floor, (worst, None))
+
+
 def buffered_table(table, bandwidth):
-    """A whole fold cycle with the phases spread over the sequences; speculation with T = 4."""
-    for B, H, HV in ((256, 16, 48), (256, 4, 12)):
+    for shape in ((256, 16, 48), (256, 4, 12)):
         for dtype, R in ((torch.float32, 8), (torch.bfloat16, 16), (torch.float16, 16)):
-            for T in (1, 4):
-                c = Case(B, H, HV, dtype, T)
-                P = c.pool.shape[0]
-                wdtype = torch.float32 if dtype == torch.float32 else torch.bfloat16
-                win = new_window(P, H, HV, R, wdtype)
-                if dtype == torch.float16:
-                    win[1] = win[1].half()
-                n = CHECKED
-                index = c.rows[0]
-                want = c.pool[index[:n].long()].double().cpu()
-                worst = 0.0
-                for _ in range(R // T + 2):
-                    c.v.normal_()
-                    want_o, want = reference.recurrent(
-                        *[x[:n].cpu() for x in c.inputs], want, qk_l2norm=True
-                    )
-                    o = ops.recurrent_buffered(*c.inputs, c.pool, *win, index, qk_l2norm=True)
-                    worst = max(worst, relative_error(o[:n], want_o))
-                if worst > 6e-3:
-                    print(f"recurrent_buffered {dtype} T={T}: out of tolerance {worst}")
-                    continue
-                cycle = R // T
-                win[3].copy_(torch.arange(P, device="cuda", dtype=torch.int32) % cycle * T)
-                calls = [
-                    lambda r=r, c=c, win=win: ops.recurrent_buffered(
-                        *c.inputs, c.pool, *win, r, qk_l2norm=True
-                    )
-                    for r in c.rows
-                    for _ in range(cycle)
-                ]
-                seconds, spread = graph_time(calls, repeats=7, least=cycle)
-                pending = (R - T) / 2
-                entry = HV * V * win[1].element_size() + H * K * win[0].element_size() + HV * 4
-                bytes_ = B * (c.row_bytes * (1 + T / R) + entry * (pending + T)) + c.io_bytes()
-                report(table, f"gdn_ops recurrent_buffered R={R}", c, seconds, spread,
-                       bytes_ / bandwidth, (worst, None))  # fmt: skip
-                del c, win
+            # Speculation: a quarter of the rows folds in a call.
+            for R_, T, folds in ((R, 1, True), (16, 4, True), (16, 4, False)):
+                buffered_case(table, bandwidth, shape, dtype, R_, T, folds)
                 torch.cuda.empty_cache()
+    for dtype, R in ((torch.float32, 8), (torch.bfloat16, 16)):
+        buffered_case(table, bandwidth, (1, 16, 48), dtype, R, 1, True)
+        torch.cuda.empty_cache()
 
 
 def layer_table(table, bandwidth, B, H, HV):
