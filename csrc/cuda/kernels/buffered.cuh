@@ -165,33 +165,16 @@ __global__ void __launch_bounds__(32, TG == 1 && K <= 128 ? 32 : 16)
     float gate_g, gate_beta;
     gates_of(0, &gate_g, &gate_beta);
 
-    float kf[TG][PER], qf[TG][PER], kq[TG], back_k[TG], back_q[TG];
+    WarpToken<PER> token[TG];
+    float back_k[TG], back_q[TG];
 #pragma unroll
     for (int t = 0; t < TG; t++) {
-      some_to_float<AT, PER>(raw_k[t], at, kf[t]);
-      some_to_float<AT, PER>(raw_q[t], at, qf[t]);
-      float sums[4] = {0.f, 0.f, 0.f, 0.f};
-#pragma unroll
-      for (int j = 0; j < PER; j++) {
-        sums[0] = __fmaf_rn(kf[t][j], kf[t][j], sums[0]);
-        sums[1] = __fmaf_rn(qf[t][j], qf[t][j], sums[1]);
-        sums[2] = __fmaf_rn(kf[t][j], qf[t][j], sums[2]);
-      }
-      const float total = transpose_sum<4, 32>(sums, lane);
-      const float kk = __shfl_sync(kFullMask, total, 0), qq = __shfl_sync(kFullMask, total, 8);
-      kq[t] = __shfl_sync(kFullMask, total, 16);
+      token[t].template prepare<AT>(raw_k[t], raw_q[t], at, a.l2norm, lane);
+      const float (&k)[PER] = token[t].k, (&q)[PER] = token[t].q;
       back_k[t] = back_q[t] = 1.f;
-      if (a.l2norm) {
-        const float rk = rsqrtf(kk + kL2Eps), rq = rsqrtf(qq + kL2Eps);
-        kq[t] *= rk * rq;
-#pragma unroll
-        for (int j = 0; j < PER; j++) {
-          kf[t][j] *= rk;
-          qf[t][j] *= rq;
-        }
-      } else if (Columns::k16Bit) {  // unit columns stay in the range of any 16-bit type
-        back_k[t] = sqrtf(kk);
-        back_q[t] = sqrtf(qq);
+      if (!a.l2norm && Columns::k16Bit) {  // unit columns stay in the range of any 16-bit type
+        back_k[t] = sqrtf(token[t].kk);
+        back_q[t] = sqrtf(token[t].qq);
       }
       if constexpr (Columns::k16Bit) {
         ST* const to = reinterpret_cast<ST*>(ws.column_of(n, h, t0 / TG)) +
@@ -200,8 +183,8 @@ __global__ void __launch_bounds__(32, TG == 1 && K <= 128 ? 32 : 16)
         const float fq = back_q[t] > 0.f ? 1.f / back_q[t] : 0.f;
 #pragma unroll
         for (int j = 0; j < PER; j += 2) {
-          const float k0 = kf[t][j] * fk, k1 = kf[t][j + 1] * fk;
-          const float q0 = qf[t][j] * fq, q1 = qf[t][j + 1] * fq;
+          const float k0 = k[j] * fk, k1 = k[j + 1] * fk;
+          const float q0 = q[j] * fq, q1 = q[j + 1] * fq;
           constexpr int low = NV * Columns::kPitch;
           *reinterpret_cast<uint32_t*>(to + j) = pack_pair<ST>(k0, k1);
           *reinterpret_cast<uint32_t*>(to + Columns::kPitch + j) = pack_pair<ST>(q0, q1);
@@ -218,8 +201,8 @@ __global__ void __launch_bounds__(32, TG == 1 && K <= 128 ? 32 : 16)
           float* const k_at =
               Columns::kMma ? to + 2 * t * Columns::kPitch + c : to + c / 4 * 8 + c % 4;
           float* const q_at = k_at + (Columns::kMma ? Columns::kPitch : 4);
-          *reinterpret_cast<float2*>(k_at) = make_float2(kf[t][j], kf[t][j + 1]);
-          *reinterpret_cast<float2*>(q_at) = make_float2(qf[t][j], qf[t][j + 1]);
+          *reinterpret_cast<float2*>(k_at) = make_float2(k[j], k[j + 1]);
+          *reinterpret_cast<float2*>(q_at) = make_float2(q[j], q[j + 1]);
         }
       }
     }
@@ -229,7 +212,7 @@ __global__ void __launch_bounds__(32, TG == 1 && K <= 128 ? 32 : 16)
       if (t < tokens) {
 #pragma unroll
         for (int j = 0; j < PER; j++) {
-          store_one<KT>(pw, w.k_dtype, (count + t) * sk + lane * PER + j, kf[t][j]);
+          store_one<KT>(pw, w.k_dtype, (count + t) * sk + lane * PER + j, token[t].k[j]);
         }
       }
     }
@@ -247,31 +230,8 @@ __global__ void __launch_bounds__(32, TG == 1 && K <= 128 ? 32 : 16)
         const int e = e0 + i;
         if (e < entries) {
           float y[PER];
-          if (TG == 1 || e < old) {
-            some_to_float<KT, PER>(raw_key[i], w.k_dtype, y);
-          } else {  // a key of this call counts as the window will store it
-            some_to_float<AT, PER>(raw_key[i], at, y);
-            float r = 1.f;
-            if (a.l2norm) {
-              float yy = 0.f;
-#pragma unroll
-              for (int j = 0; j < PER; j++) yy = __fmaf_rn(y[j], y[j], yy);
-              r = rsqrtf(lane_sum(yy) + kL2Eps);
-            }
-#pragma unroll
-            for (int j = 0; j < PER; j++) y[j] = round_one<KT>(w.k_dtype, y[j] * r);
-          }
-          float x[NV];
-#pragma unroll
-          for (int t = 0; t < TG; t++) {
-            x[2 * t] = x[2 * t + 1] = 0.f;
-#pragma unroll
-            for (int j = 0; j < PER; j++) {
-              x[2 * t] = __fmaf_rn(y[j], kf[t][j], x[2 * t]);
-              x[2 * t + 1] = __fmaf_rn(y[j], qf[t][j], x[2 * t + 1]);
-            }
-          }
-          const float dot = transpose_sum<NV, 32>(x, lane);
+          entry_key<AT, KT, PER>(raw_key[i], TG == 1 || e < old, a, y);
+          const float dot = entry_dots<TG, PER>(y, token, lane);
           if (lane % (32 / NV) == 0) dots[e * NV + lane / (32 / NV)] = dot;
         }
       }
@@ -343,7 +303,7 @@ __global__ void __launch_bounds__(32, TG == 1 && K <= 128 ? 32 : 16)
         const float weight = expf(log);
         if (lane == 0) {
           reinterpret_cast<float4*>(to)[t] =
-              make_float4(weight * back_k[t], weight * back_q[t], kq[t], beta[t]);
+              make_float4(weight * back_k[t], weight * back_q[t], token[t].kq, beta[t]);
         }
       }
     }

@@ -127,30 +127,11 @@ __global__ void __launch_bounds__(VB) lowrank_rows(const __grid_constant__ Recur
       if (e < count) load_four(e, raw_u + e);
     }
 
-    float kf[TG][PER], qf[TG][PER], kq[TG], g[TG], beta[TG];
+    WarpToken<PER> token[TG];
+    float g[TG], beta[TG];
 #pragma unroll
     for (int t = 0; t < TG; t++) {
-      some_to_float<AT, PER>(raw_k[t], at, kf[t]);
-      some_to_float<AT, PER>(raw_q[t], at, qf[t]);
-      float sums[4] = {0.f, 0.f, 0.f, 0.f};
-#pragma unroll
-      for (int j = 0; j < PER; j++) {
-        sums[0] = __fmaf_rn(kf[t][j], kf[t][j], sums[0]);
-        sums[1] = __fmaf_rn(qf[t][j], qf[t][j], sums[1]);
-        sums[2] = __fmaf_rn(kf[t][j], qf[t][j], sums[2]);
-      }
-      const float total = transpose_sum<4, 32>(sums, lane);
-      const float kk = __shfl_sync(kFullMask, total, 0), qq = __shfl_sync(kFullMask, total, 8);
-      kq[t] = __shfl_sync(kFullMask, total, 16);
-      if (a.l2norm) {
-        const float rk = rsqrtf(kk + kL2Eps), rq = rsqrtf(qq + kL2Eps);
-        kq[t] *= rk * rq;
-#pragma unroll
-        for (int j = 0; j < PER; j++) {
-          kf[t][j] *= rk;
-          qf[t][j] *= rq;
-        }
-      }
+      token[t].template prepare<AT>(raw_k[t], raw_q[t], at, a.l2norm, lane);
       compute_gates(a.gates, raw_gates[t], &g[t], &beta[t]);
     }
     float s0, s1, all;
@@ -168,31 +149,8 @@ __global__ void __launch_bounds__(VB) lowrank_rows(const __grid_constant__ Recur
         if (e < entries) {
           if (i0 > 0) raw_key[i] = load_key(e);
           float y[PER];
-          if (TG == 1 || e < old) {
-            some_to_float<KT, PER>(raw_key[i], w.k_dtype, y);
-          } else {  // a key of this call counts as the window will store it
-            some_to_float<AT, PER>(raw_key[i], at, y);
-            float r = 1.f;
-            if (a.l2norm) {
-              float yy = 0.f;
-#pragma unroll
-              for (int j = 0; j < PER; j++) yy = __fmaf_rn(y[j], y[j], yy);
-              r = rsqrtf(lane_sum(yy) + kL2Eps);
-            }
-#pragma unroll
-            for (int j = 0; j < PER; j++) y[j] = round_one<KT>(w.k_dtype, y[j] * r);
-          }
-          float dots[NV];
-#pragma unroll
-          for (int t = 0; t < TG; t++) {
-            dots[2 * t] = dots[2 * t + 1] = 0.f;
-#pragma unroll
-            for (int j = 0; j < PER; j++) {
-              dots[2 * t] = __fmaf_rn(y[j], kf[t][j], dots[2 * t]);
-              dots[2 * t + 1] = __fmaf_rn(y[j], qf[t][j], dots[2 * t + 1]);
-            }
-          }
-          const float dot = transpose_sum<NV, 32>(dots, lane);
+          entry_key<AT, KT, PER>(raw_key[i], TG == 1 || e < old, a, y);
+          const float dot = entry_dots<TG, PER>(y, token, lane);
           const float after =
               e < 32 ? __shfl_sync(kFullMask, s0, e & 31) : __shfl_sync(kFullMask, s1, e & 31);
           float exponent = after + until;
@@ -248,7 +206,7 @@ __global__ void __launch_bounds__(VB) lowrank_rows(const __grid_constant__ Recur
       out[t] = 0.f;
       if (t < tokens) {
         const float u = beta[t] * (one_to_float<AT>(raw_v[t], at) - p[t]);
-        out[t] = a.scale * __fmaf_rn(kq[t], u, o[t]);
+        out[t] = a.scale * __fmaf_rn(token[t].kq, u, o[t]);
         if (live) {
           int to = head + count + t;
           while (to >= R) to -= R;

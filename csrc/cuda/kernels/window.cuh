@@ -205,6 +205,79 @@ __device__ __forceinline__ void some_to_float(const Some<N>& r, DType d, float* 
   }
 }
 
+// A token's key and query across a warp, PER columns a lane, normalised where the call asks for it.
+template <int PER>
+struct WarpToken {
+  float k[PER], q[PER];
+  float kq, kk, qq;  // inner products; kk and qq of what came in
+
+  template <class AT>
+  __device__ __forceinline__ void prepare(const Some<PER>& raw_k, const Some<PER>& raw_q, DType d,
+                                          bool l2norm, int lane) {
+    some_to_float<AT, PER>(raw_k, d, k);
+    some_to_float<AT, PER>(raw_q, d, q);
+    float sums[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+    for (int j = 0; j < PER; j++) {
+      sums[0] = __fmaf_rn(k[j], k[j], sums[0]);
+      sums[1] = __fmaf_rn(q[j], q[j], sums[1]);
+      sums[2] = __fmaf_rn(k[j], q[j], sums[2]);
+    }
+    const float total = transpose_sum<4, 32>(sums, lane);
+    kk = __shfl_sync(kFullMask, total, 0);
+    qq = __shfl_sync(kFullMask, total, 8);
+    kq = __shfl_sync(kFullMask, total, 16);
+    if (l2norm) {
+      const float rk = rsqrtf(kk + kL2Eps), rq = rsqrtf(qq + kL2Eps);
+      kq *= rk * rq;
+#pragma unroll
+      for (int j = 0; j < PER; j++) {
+        k[j] *= rk;
+        q[j] *= rq;
+      }
+    }
+  }
+};
+
+// The key of an entry: as stored, or of this call and then as the window will store it.
+template <class AT, class KT, int PER>
+__device__ __forceinline__ void entry_key(const Some<PER>& raw, bool stored, const RecurrentArgs& a,
+                                          float (&y)[PER]) {
+  const DType d = a.window.k_dtype;
+  if (stored) {
+    some_to_float<KT, PER>(raw, d, y);
+    return;
+  }
+  some_to_float<AT, PER>(raw, a.q.dtype, y);
+  float r = 1.f;
+  if (a.l2norm) {
+    float yy = 0.f;
+#pragma unroll
+    for (int j = 0; j < PER; j++) yy = __fmaf_rn(y[j], y[j], yy);
+    r = rsqrtf(lane_sum(yy) + kL2Eps);
+  }
+#pragma unroll
+  for (int j = 0; j < PER; j++) y[j] = round_one<KT>(d, y[j] * r);
+}
+
+// Inner products of an entry's key with key and query of TG tokens. Lane l ends with value
+// l / (32 / (2 * TG)) of {k, q of the first token, k, q of the second, ..}.
+template <int TG, int PER>
+__device__ __forceinline__ float entry_dots(const float (&y)[PER],
+                                            const WarpToken<PER> (&tokens)[TG], int lane) {
+  float x[2 * TG];
+#pragma unroll
+  for (int t = 0; t < TG; t++) {
+    x[2 * t] = x[2 * t + 1] = 0.f;
+#pragma unroll
+    for (int j = 0; j < PER; j++) {
+      x[2 * t] = __fmaf_rn(y[j], tokens[t].k[j], x[2 * t]);
+      x[2 * t + 1] = __fmaf_rn(y[j], tokens[t].q[j], x[2 * t + 1]);
+    }
+  }
+  return transpose_sum<2 * TG, 32>(x, lane);
+}
+
 // New keys, log decays and counts of a sequence, by one block that is the only reader left.
 template <int K>
 __device__ __forceinline__ void append_entries(const RecurrentArgs& a, const WindowPlan& plan,
