@@ -549,7 +549,7 @@ __global__ void __launch_bounds__(VB, MIN_BLOCKS)
       for (int i = 0; i < CH; i++) {
         const int r = (i * 32 + lane) / CH, c = (i * 32 + lane) % CH;
         if (warp_row + r < V) {
-          store_state(home + (warp_row + r) * a.state.s_v + c * E, chunk_at(r, c));
+          store_evict_first(home + (warp_row + r) * a.state.s_v + c * E, chunk_at(r, c));
         }
       }
     } else {
@@ -610,7 +610,7 @@ __global__ void __launch_bounds__(VB, MIN_BLOCKS)
             }
             const uint4 packed = Vec<ST>::pack(f);
             chunk_at(r, c) = packed;
-            if (final && warp_row + r < V) store_state(to_row, packed);
+            if (final && warp_row + r < V) store_evict_first(to_row, packed);
             to_row += step;
           }
         }

@@ -296,6 +296,21 @@ __device__ __forceinline__ int64_t device_row(const Sequences& s, int64_t n) {
   return row < s.P ? row : -1;
 }
 
+// The same read past the caches of this multiprocessor, while a kernel before this one may still
+// write what it reads: good for a guess only.
+__device__ __forceinline__ int64_t guess_at(const Index& x, int64_t i) {
+  const int64_t offset = i * x.s0;
+  return x.is64 ? static_cast<const volatile int64_t*>(x.ptr)[offset]
+                : static_cast<const volatile int32_t*>(x.ptr)[offset];
+}
+__device__ __forceinline__ int64_t guess_row(const Sequences& s, int64_t n) {
+  const int64_t row = s.state_indices.ptr ? guess_at(s.state_indices, n) : n;
+  return row < s.P ? row : -1;
+}
+__device__ __forceinline__ void prefetch_line(const void* p) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(p) : "memory");
+}
+
 // Programmatic dependent launch: nothing a kernel before this one wrote may be touched above the
 // wait; below it everything is visible. A no-op where the launch did not ask for it.
 __device__ __forceinline__ void wait_for_previous_kernel() {
@@ -309,25 +324,28 @@ __device__ __forceinline__ void let_next_kernel_start() {
 #endif
 }
 
-// State traffic: each byte is read once and written once, so L1 need not keep it and L2 should
-// write it back first. docs/cuda.md has the comparison behind these two.
-
-__device__ __forceinline__ uint64_t evict_first_policy() {
-  uint64_t p;
-  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(p));
-  return p;
-}
+// State traffic. L1 need not keep it, as each byte is read once and written once. L2 keeps what a
+// step read until the step has written it (evict_last; a plain store leaves it so): 3 % of a step.
+// docs/cuda.md has the comparison behind this.
 __device__ __forceinline__ uint4 load_state(const void* p) {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
   uint4 r;
-  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+  asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v4.u32 {%0,%1,%2,%3}, [%4], %5;"
                : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
-               : "l"(p)
+               : "l"(p), "l"(policy)
                : "memory");
   return r;
 }
 __device__ __forceinline__ void store_state(void* p, const uint4& v) {
+  *static_cast<uint4*>(p) = v;
+}
+// What was read by other means leaves L2 first.
+__device__ __forceinline__ void store_evict_first(void* p, const uint4& v) {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   asm volatile("st.global.L2::cache_hint.v4.u32 [%0], {%1,%2,%3,%4}, %5;" ::"l"(p), "r"(v.x),
-               "r"(v.y), "r"(v.z), "r"(v.w), "l"(evict_first_policy())
+               "r"(v.y), "r"(v.z), "r"(v.w), "l"(policy)
                : "memory");
 }
 

@@ -14,6 +14,7 @@ cudaError_t launch_rows(const RecurrentArgs& a, bool early, cudaStream_t stream)
   constexpr int rows = RPW * WARPS;
   RowsGrid grid;
   grid.early = early;
+  grid.ahead = 16 * multiprocessors();  // about the blocks that run at once
   grid.row_blocks = FastDiv(static_cast<uint32_t>((a.V + rows - 1) / rows));
   grid.ratio = FastDiv(static_cast<uint32_t>(a.HV / a.H));
   for (; grid.first < a.seqs.N; grid.first += kMaxGridY) {
@@ -38,12 +39,12 @@ cudaError_t launch_k(const RecurrentArgs& a, bool early, cudaStream_t stream) {
     return one ? launch_rows<ST, AT, K, 4, lanes, 2, 16, true>(a, early, stream)
                : launch_rows<ST, AT, K, 4, lanes, 2, 12, false>(a, early, stream);
   } else {
-    constexpr int lanes = K == 256 ? 16 : 8;
-    if (!one) return launch_rows<ST, AT, K, K == 256 ? 4 : 8, lanes, 2, 8, false>(a, early, stream);
+    constexpr int lanes = K == 64 ? 8 : 16, rows = K == 256 ? 4 : 8;
+    if (!one) return launch_rows<ST, AT, K, rows, lanes, 2, 8, false>(a, early, stream);
     // Large batches run best on tiles that amortise the work of a warp, small ones on many warps.
     const bool large = a.seqs.N * a.HV * a.V * a.K >= (int64_t{1} << 22);
-    return large ? launch_rows<ST, AT, K, K == 256 ? 8 : 16, lanes, 1, 16, true>(a, early, stream)
-                 : launch_rows<ST, AT, K, 4, lanes, 2, 16, true>(a, early, stream);
+    return large ? launch_rows<ST, AT, K, 2 * rows, lanes, 1, 16, true>(a, early, stream)
+                 : launch_rows<ST, AT, K, rows, lanes, 2, 12, true>(a, early, stream);
   }
 }
 

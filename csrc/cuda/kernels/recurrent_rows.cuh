@@ -10,6 +10,7 @@ struct RowsGrid {
   int64_t first = 0;  // sequence of blockIdx.y == 0
   FastDiv row_blocks, ratio;
   bool early = false;  // state and indices before the wait
+  unsigned ahead = 0;  // blocks that fetch their rows into L2 before the wait
 };
 
 // blockIdx.x = head * row_blocks + row block, blockIdx.y = sequence.
@@ -29,6 +30,15 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS)
   const int my_row = row0 + RT::own_row(l, group);
   const bool writer = RT::owner(l) && my_row < V;
 
+  if (ONE && !grid.early && blockIdx.y * gridDim.x + blockIdx.x < grid.ahead) {
+    const int64_t row = guess_row(a.seqs, n);
+    constexpr int LINE = 128 / sizeof(ST), LINES = K / LINE;
+    const ST* const from = static_cast<const ST*>(a.state.ptr) + row * a.state.s_p +
+                           hv * a.state.s_h + row0 * a.state.s_v;
+    for (int i = lane; row >= 0 && i < RPW * LINES; i += 32) {
+      if (row0 + i / LINES < V) prefetch_line(from + i / LINES * a.state.s_v + i % LINES * LINE);
+    }
+  }
   if (!grid.early) wait_for_previous_kernel();
   Sequence s;
   if constexpr (ONE) {

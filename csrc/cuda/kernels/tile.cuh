@@ -1,6 +1,5 @@
-// One step of the recurrence on a tile of state rows held by a warp, shared by the register kernel
-// (recurrent_rows.cuh) and the streaming kernel (recurrent_stream.cuh). Both take every sum in the
-// same order with the same roundings, so a sequence gives the same bits whichever kernel a batch
+// One step of the recurrence on a tile of state rows held by a warp. Every tile takes every sum in
+// the same order with the same roundings, so a sequence gives the same bits whichever tile a batch
 // size selects.
 //
 // Both products read the old state, so one pass over it is enough:
