@@ -878,6 +878,7 @@ def chunk_prefill(act, pool, H=1, HV=2, K=64, V=64, transposed=False):
         "bf16 keys": {"act": f32, "k": bf16, "u": f32, "R": 64, "HV": 4, "V": 40},
         # The last row of every tensor is read and written.
         "whole chunks": {"act": f32, "k": f32, "u": f32, "R": 3, "lengths": [32, 64], "C": 32},
+        "whole chunks of one": {"act": f32, "k": f32, "u": f32, "R": 3, "lengths": [64], "C": 32},
         # More heads than cores, nearly all of empty sequences: a core looks up several in a row.
         "many empty": {"act": f32, "k": f32, "u": f32, "R": 2, "lengths": [0] * 400 + [3]},
     }
