@@ -24,9 +24,9 @@ static void norm_row(float* x, const float* gate, const float* weight, int64_t V
   auto registers = [&](int64_t i, auto count) {
     constexpr int J = decltype(count)::value;
     F g[J];
-    each<J>([&](int j) { g[j] = load(gate + i + j * kLanes); });
+    unrolled<J>(GDN_EACH(j) { g[j] = load(gate + i + j * kLanes); });
     silu<J>(g);
-    each<J>([&](int j) {
+    unrolled<J>(GDN_EACH(j) {
       float* p = x + i + j * kLanes;
       const F normed = rounded(load(p) * r, round_normed);
       store(p, rounded(load(weight + i + j * kLanes) * normed, round_weighted) * g[j]);

@@ -477,13 +477,8 @@ GDN_INLINE F exp(F x) {
   return select((I32)(x != x), x, y);
 }
 
-// Runs body(j) for j in [0, J), unrolled. Functions of several registers are written as one such
-// loop a step: J chains side by side hide the latency that a single one would wait for.
-template <int J, class Body>
-GDN_INLINE void each(Body body) {
-#pragma GCC unroll 8
-  for (int j = 0; j < J; ++j) body(j);
-}
+// Functions of several registers are written as one unrolled() a step: J chains side by side hide
+// the latency that a single one would wait for.
 
 // e^x for x <= 0: no overflow to guard, and below 2^-126 the result may as well be zero. A NaN
 // gives something finite: for callers that multiply by the NaN afterwards.
@@ -492,20 +487,20 @@ GDN_INLINE void exp_nonpositive(const F* x, F* y) {
   const F magic = broadcast(12582912.f), least = broadcast(-87.f);
   F n[J], r[J], p[J];
   I32 bits[J];
-  each<J>([&](int j) { r[j] = max(x[j], least); });
-  each<J>([&](int j) { n[j] = fma(r[j], broadcast(1.44269504088896341f), magic); });
-  each<J>([&](int j) { bits[j] = ((I32)n[j] - (I32)magic + 127) << 23; });
-  each<J>([&](int j) { n[j] = n[j] - magic; });
-  each<J>([&](int j) { r[j] = fma(n[j], broadcast(-0.693359375f), r[j]); });
-  each<J>([&](int j) { r[j] = fma(n[j], broadcast(2.12194440e-4f), r[j]); });
-  each<J>(
-      [&](int j) { p[j] = fma(broadcast(1.9875691500e-4f), r[j], broadcast(1.3981999507e-3f)); });
-  each<J>([&](int j) { p[j] = fma(p[j], r[j], broadcast(8.3334519073e-3f)); });
-  each<J>([&](int j) { p[j] = fma(p[j], r[j], broadcast(4.1665795894e-2f)); });
-  each<J>([&](int j) { p[j] = fma(p[j], r[j], broadcast(1.6666665459e-1f)); });
-  each<J>([&](int j) { p[j] = fma(p[j], r[j], broadcast(5.0000001201e-1f)); });
-  each<J>([&](int j) { p[j] = fma(p[j], r[j] * r[j], r[j] + broadcast(1.f)); });
-  each<J>([&](int j) { y[j] = select((I32)(x[j] < least), zero(), p[j] * (F)bits[j]); });
+  unrolled<J>(GDN_EACH(j) { r[j] = max(x[j], least); });
+  unrolled<J>(GDN_EACH(j) { n[j] = fma(r[j], broadcast(1.44269504088896341f), magic); });
+  unrolled<J>(GDN_EACH(j) { bits[j] = ((I32)n[j] - (I32)magic + 127) << 23; });
+  unrolled<J>(GDN_EACH(j) { n[j] = n[j] - magic; });
+  unrolled<J>(GDN_EACH(j) { r[j] = fma(n[j], broadcast(-0.693359375f), r[j]); });
+  unrolled<J>(GDN_EACH(j) { r[j] = fma(n[j], broadcast(2.12194440e-4f), r[j]); });
+  unrolled<J>(
+      GDN_EACH(j) { p[j] = fma(broadcast(1.9875691500e-4f), r[j], broadcast(1.3981999507e-3f)); });
+  unrolled<J>(GDN_EACH(j) { p[j] = fma(p[j], r[j], broadcast(8.3334519073e-3f)); });
+  unrolled<J>(GDN_EACH(j) { p[j] = fma(p[j], r[j], broadcast(4.1665795894e-2f)); });
+  unrolled<J>(GDN_EACH(j) { p[j] = fma(p[j], r[j], broadcast(1.6666665459e-1f)); });
+  unrolled<J>(GDN_EACH(j) { p[j] = fma(p[j], r[j], broadcast(5.0000001201e-1f)); });
+  unrolled<J>(GDN_EACH(j) { p[j] = fma(p[j], r[j] * r[j], r[j] + broadcast(1.f)); });
+  unrolled<J>(GDN_EACH(j) { y[j] = select((I32)(x[j] < least), zero(), p[j] * (F)bits[j]); });
 }
 GDN_INLINE F exp_nonpositive(F x) {
   F y;
@@ -528,32 +523,33 @@ GDN_INLINE void silu(F* x) {
   // whole part by one instruction. The rounding of t costs |t| 2^-24, which matters only where the
   // result is small beside the inputs.
   F t[J], p[J], d[J], r[J];
-  each<J>([&](int j) { t[j] = x[j] * broadcast(-1.44269504088896341f); });
-  each<J>([&](int j) { r[j] = _mm512_reduce_ps(t[j], _MM_FROUND_TO_NEG_INF); });
-  each<J>([&](int j) { p[j] = fma(broadcast(2.17022534e-4f), r[j], broadcast(1.24396884e-3f)); });
-  each<J>([&](int j) { p[j] = fma(p[j], r[j], broadcast(9.67884064e-3f)); });
-  each<J>([&](int j) { p[j] = fma(p[j], r[j], broadcast(5.54833412e-2f)); });
-  each<J>([&](int j) { p[j] = fma(p[j], r[j], broadcast(2.40229830e-1f)); });
-  each<J>([&](int j) { p[j] = fma(p[j], r[j], broadcast(6.93147004e-1f)); });
-  each<J>([&](int j) { p[j] = fma(p[j], r[j], broadcast(1.f)); });
-  each<J>([&](int j) { d[j] = broadcast(1.f) + _mm512_scalef_ps(p[j], t[j]); });
-  each<J>([&](int j) { r[j] = _mm512_rcp14_ps(d[j]); });
-  each<J>([&](int j) { p[j] = fma(zero() - d[j], r[j], broadcast(1.f)); });
-  each<J>([&](int j) { r[j] = fma(p[j], r[j], r[j]); });
+  unrolled<J>(GDN_EACH(j) { t[j] = x[j] * broadcast(-1.44269504088896341f); });
+  unrolled<J>(GDN_EACH(j) { r[j] = _mm512_reduce_ps(t[j], _MM_FROUND_TO_NEG_INF); });
+  unrolled<J>(
+      GDN_EACH(j) { p[j] = fma(broadcast(2.17022534e-4f), r[j], broadcast(1.24396884e-3f)); });
+  unrolled<J>(GDN_EACH(j) { p[j] = fma(p[j], r[j], broadcast(9.67884064e-3f)); });
+  unrolled<J>(GDN_EACH(j) { p[j] = fma(p[j], r[j], broadcast(5.54833412e-2f)); });
+  unrolled<J>(GDN_EACH(j) { p[j] = fma(p[j], r[j], broadcast(2.40229830e-1f)); });
+  unrolled<J>(GDN_EACH(j) { p[j] = fma(p[j], r[j], broadcast(6.93147004e-1f)); });
+  unrolled<J>(GDN_EACH(j) { p[j] = fma(p[j], r[j], broadcast(1.f)); });
+  unrolled<J>(GDN_EACH(j) { d[j] = broadcast(1.f) + _mm512_scalef_ps(p[j], t[j]); });
+  unrolled<J>(GDN_EACH(j) { r[j] = _mm512_rcp14_ps(d[j]); });
+  unrolled<J>(GDN_EACH(j) { p[j] = fma(zero() - d[j], r[j], broadcast(1.f)); });
+  unrolled<J>(GDN_EACH(j) { r[j] = fma(p[j], r[j], r[j]); });
   // Below -87 the result is less than 1e-35, and the reciprocal would leave the normal range.
-  each<J>([&](int j) {
+  unrolled<J>(GDN_EACH(j) {
     const __mmask16 kept = _mm512_cmp_ps_mask(x[j], broadcast(-87.f), _CMP_NLT_UQ);
     x[j] = _mm512_maskz_mul_ps(kept, x[j], r[j]);
   });
 #else
   F e[J], d[J];
-  each<J>([&](int j) { e[j] = (F)((U32)x[j] | 0x80000000u); });
+  unrolled<J>(GDN_EACH(j) { e[j] = (F)((U32)x[j] | 0x80000000u); });
   exp_nonpositive<J>(e, e);
-  each<J>([&](int j) { d[j] = broadcast(1.f) + e[j]; });
-  each<J>([&](int j) { e[j] = x[j] * select((I32)(x[j] < zero()), e[j], broadcast(1.f)); });
+  unrolled<J>(GDN_EACH(j) { d[j] = broadcast(1.f) + e[j]; });
+  unrolled<J>(GDN_EACH(j) { e[j] = x[j] * select((I32)(x[j] < zero()), e[j], broadcast(1.f)); });
   // -inf * 0: the limit is 0.
   const F lowest = broadcast(-__builtin_inff());
-  each<J>([&](int j) { x[j] = select((I32)(x[j] == lowest), zero(), e[j] / d[j]); });
+  unrolled<J>(GDN_EACH(j) { x[j] = select((I32)(x[j] == lowest), zero(), e[j] / d[j]); });
 #endif
 }
 GDN_INLINE F silu(F x) {
