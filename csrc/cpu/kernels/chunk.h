@@ -12,9 +12,9 @@
 // alone.
 //
 // 16-bit inputs go through AMX tiles where there are some (tiles.h): the products of keys, queries
-// and state, and what blocks of 32 tokens give to later ones. An f32 operand goes in as bf16 parts
-// (three where the state depends on it, two where only an output does); the state itself stays f32
-// and each chunk's sum is added to it in f32. The substitution inside a block is f32 everywhere.
+// and state. An f32 operand goes in as bf16 parts (three where the state depends on it, two where
+// only an output does); the state itself stays f32 and each chunk's sum is added to it in f32. The
+// triangles are f32 everywhere: half of each is zeros, which tiles would multiply six times over.
 //
 // Decays are products of exp(g), never quotients or exponentials of differences of totals. A decay
 // of exactly zero cuts the chunk for that head: nothing older is multiplied by anything.
@@ -90,12 +90,11 @@ struct ScratchCursor {
 // Operands of a chunk for the tiles.
 struct ChunkTiles {
 #if GDN_SIMD_AMX
-  TileRows k, q, kt;   // [C][K], [C][K], [K][C], sides padded to whole tiles
-  TilePairs k_pairs;   // transposed k
-  float *rk, *rq;      // [C]: 1 / norm, or 1
-  TilePairs S, du, u;  // of the strip at hand: [K / 2][kStrip], [C / 2][kStrip]
-  TileRows A, M;       // [C][C], of the head at hand: the columns before a row's block
-  float* update;       // [2 kTileRow][kStrip]
+  TileRows k, q, kt;  // [C][K], [C][K], [K][C], sides padded to whole tiles
+  TilePairs k_pairs;  // transposed k
+  float *rk, *rq;     // [C]: 1 / norm, or 1
+  TilePairs S, du;    // of the strip at hand: [K / 2][kStrip], [C / 2][kStrip]
+  float* update;      // [2 kTileRow][kStrip]
 
   void carve(ScratchCursor& cursor, int64_t C, int64_t K, int parts) {
     const int64_t Cp = whole_depth(C), Kp = whole_depth(K);
@@ -117,9 +116,6 @@ struct ChunkTiles {
     rq = cursor.take(Cp);
     S = pairs(Kp, kStrip, kParts);
     du = pairs(Cp, kStrip, kParts);
-    u = pairs(Cp, kStrip, kParts);
-    A = rows(Cp, Cp, kParts);
-    M = rows(Cp, Cp, kForOutput);
     update = cursor.take(2 * kTileRow * kStrip);
   }
 #else
@@ -129,8 +125,8 @@ struct ChunkTiles {
 
 // What the value heads of one key head share in a chunk. All buffers belong to the task's thread.
 struct ChunkKeys {
-  float *k, *q;    // [n][ld_k], as the recurrence uses them
-  float* kt;       // [K][ld_t], transposed k, zero from column n on
+  float *k, *q;    // [n][ld_k], as the recurrence uses them; not where tiles hold them
+  float* kt;       // [K][ld_t], transposed k, zero from column n on; likewise
   float *kk, *qk;  // [n][ld_c], lower triangles
   int64_t ld_k, ld_t, ld_c;
   ChunkTiles tiles;
@@ -142,12 +138,9 @@ struct ChunkHead {
   float* D;             // [ld_c]: the last row of D
   float *a, *beta, *w;  // [n]
   float *wk, *wq;       // [n]: factors of the products of the old state with k and q
-  // Where tiles make them, of the strip at hand: those products, and for a block of rows the sums
-  // A u and M u over the blocks before it.
-  float *Sk, *Sq;  // [n][kStrip]
-  float *Au, *Mu;  // [kSpareRows][kStrip]
-  float *u, *du;   // [n][kStrip]: u, and D_nj u_j, of the strip at hand
-  int64_t s_u;     // from the u of one strip to the next; 0: they share a buffer
+  float *Sk, *Sq;       // [n][kStrip]: those products of the strip at hand, where tiles make them
+  float *u, *du;        // [n][kStrip]: u, and D_nj u_j, of the strip at hand
+  int64_t s_u;          // from the u of one strip to the next; 0: they share a buffer
 };
 
 // Lower triangle of x k^T: out[i][j] for j <= i, whole strips.
@@ -251,9 +244,6 @@ struct ChunkProducts {
     }
   }
   static void old_state(const ChunkKeys&, const ChunkHead&, int64_t, int64_t, const float*) {}
-  // First row of the block that row i is in: earlier columns of A and M are not its tile's to sum.
-  static int64_t block_of(int64_t) { return 0; }
-  static void earlier_blocks(const ChunkKeys&, const ChunkHead&, int64_t, int64_t, const float*) {}
   // S^T strip = w S^T + kt[:, first .. first + n) du.
   static void update(const ChunkKeys& s, const ChunkHead& h, const float*, int64_t first, int64_t n,
                      int64_t K, float w, float* S, bool S_is_zero) {
@@ -271,23 +261,22 @@ struct ChunkProducts<T, true> {
     const ChunkTiles& m = s.tiles;
     const int64_t depth = whole_depth(n), Kp = m.k.ld;
     // Lengths are factors of rows and columns, so that the operands stay as they came.
-    auto load_rows = [&](const View& view, float* rows, const TileRows& to, float* r) {
+    auto load_rows = [&](const View& view, const TileRows& to, float* r) {
+      const bool as_is = std::is_same_v<T, bf16_t> && view.sd == 1 && x.K == Kp;
+      alignas(64) float row[kMaxRow];
       for (int64_t i = 0; i < n; ++i) {
-        float* row = rows + i * s.ld_k;
-        load_row(view, b, t0 + i, hk, x.K, row);
-        split_row(row, x.K, Kp, to.from_row(i));
-        r[i] = 1.f;
-        if (x.l2norm) {
-          r[i] = inverse_norm(row, x.K);
-          for (int64_t p = 0; p < x.K; p += kLanes) {
-            store(row + p, broadcast(r[i]) * load(row + p));
-          }
+        if (!as_is || x.l2norm) load_row(view, b, t0 + i, hk, x.K, row);
+        if (as_is) {
+          std::memcpy(to.part[0] + i * Kp, element<T>(view, b, t0 + i, hk), Kp * sizeof(T));
+        } else {
+          split_row(row, x.K, Kp, to.from_row(i));
         }
+        r[i] = x.l2norm ? inverse_norm(row, x.K) : 1.f;
       }
       for (int64_t i = n; i < depth; ++i) split_row(nullptr, 0, Kp, to.from_row(i));
     };
-    load_rows(x.k, s.k, m.k, m.rk);
-    load_rows(x.q, s.q, m.q, m.rq);
+    load_rows(x.k, m.k, m.rk);
+    load_rows(x.q, m.q, m.rq);
     for (int part = 0; part < m.k.parts; ++part) {
       uint32_t* pairs = m.k_pairs.part[part];
       transpose(reinterpret_cast<const float*>(m.k.part[part]), Kp / 2, depth, Kp / 2,
@@ -327,25 +316,12 @@ struct ChunkProducts<T, true> {
       h.wq[i] = scale * h.w[i] * m.rq[first + i];
       h.D[i] *= m.rk[first + i];
     }
-    for (int64_t i = kSpareRows; i < n; ++i) {
-      split_row(h.A + i * s.ld_c, block_of(i), block_of(i), m.A.from_row(i));
-      split_row(h.M + i * s.ld_c, block_of(i), block_of(i), m.M.from_row(i));
-    }
-  }
-  static int64_t block_of(int64_t i) { return i / kSpareRows * kSpareRows; }
-  // Once the rows before `i`, the first of its block, are done.
-  static void earlier_blocks(const ChunkKeys& s, const ChunkHead& h, int64_t i, int64_t n,
-                             const float* u) {
-    const ChunkTiles& m = s.tiles;
-    const int64_t done = i - kSpareRows, rows = n - i < kSpareRows ? n - i : kSpareRows;
-    split_pairs(u + done * kStrip, nullptr, 0, kSpareRows, kSpareRows, m.u.from(done / 2, 0));
-    tile_rows(m.A.from_row(i), m.u, rows, i, kExact, h.Au, kStrip);
-    tile_rows(m.M.from_row(i), m.u, rows, i, kForOutput, h.Mu, kStrip);
   }
   static void old_state(const ChunkKeys& s, const ChunkHead& h, int64_t n, int64_t K,
                         const float* S) {
     const ChunkTiles& m = s.tiles;
-    split_pairs(S, nullptr, 0, K, m.k.ld, m.S);
+    auto row = [&](int64_t i, int64_t c) { return load(S + i * kStrip + c); };
+    split_pairs(0, K, m.k.ld, row, m.S);
     tile_rows(m.k, m.S, n, m.k.ld, kExact, h.Sk, kStrip);
     tile_rows(m.q, m.S, n, m.k.ld, kForOutput, h.Sq, kStrip);
   }
@@ -353,7 +329,11 @@ struct ChunkProducts<T, true> {
                      int64_t n, int64_t K, float w, float* S, bool S_is_zero) {
     const ChunkTiles& m = s.tiles;
     const int64_t depth = whole_depth(first + n);
-    split_pairs(u - first * kStrip, h.D, first, first + n, depth, m.du);
+    auto row = [&](int64_t i, int64_t c) {
+      i -= first;
+      return broadcast(h.D[i]) * load(u + i * kStrip + c);
+    };
+    split_pairs(first, first + n, depth, row, m.du);
     const F decay = broadcast(w);
     for (int64_t i = 0; i < K; i += 2 * kTileRow) {
       tile_block<2>(m.kt.from_row(i), m.du, depth, kExact, m.update, kStrip);
@@ -394,12 +374,10 @@ static void head_matrices(const ChunkKeys& s, const ChunkHead& h, int64_t first,
 }
 
 // One strip of one head through tokens [first, first + n) of a chunk that starts at token t0.
-// `ahead`: row 0 of what the thread reads of v next, or null. Its rows lie a token apart, each in a
-// page of its own, so nothing but a request hides their latency.
 template <class T>
 static void strip_segment(const ChunkArgs& x, const ChunkKeys& s, const ChunkHead& h, int64_t b,
                           int64_t t0, int64_t hv, int64_t first, int64_t n, int64_t column,
-                          const float* S, bool S_is_zero, float* u, const T* ahead) {
+                          const float* S, bool S_is_zero, float* u) {
   const int64_t cols = x.V - column < kStrip ? x.V - column : kStrip;
   const bool direct = cols == kStrip && x.v.sd == 1;
   // With tiles both products with the state are there already.
@@ -417,19 +395,6 @@ static void strip_segment(const ChunkArgs& x, const ChunkKeys& s, const ChunkHea
       unrolled<R>(GDN_EACH(r) {
         unrolled<kTileVectors>(
             GDN_EACH(c) { acc[r][c] = ready ? load(row + r * kStrip + c * kLanes) : zero(); });
-      });
-    };
-    if (ahead) {
-      for (int r = 0; r < valid; ++r) prefetch_l2(ahead + (i + r) * x.v.st);
-    }
-    const int64_t block = ChunkProducts<T>::block_of(i);
-    if (block > 0 && block == i) ChunkProducts<T>::earlier_blocks(s, h, i, n, u);
-    auto add_blocks = [&](const float* products) {
-      if (block == 0) return;
-      const float* row = products + (i - block) * kStrip;
-      unrolled<R>(GDN_EACH(r) {
-        unrolled<kTileVectors>(
-            GDN_EACH(c) { acc[r][c] = acc[r][c] + load(row + r * kStrip + c * kLanes); });
       });
     };
     start(h.Sk);
@@ -452,8 +417,7 @@ static void strip_segment(const ChunkArgs& x, const ChunkKeys& s, const ChunkHea
       });
     });
     const float* A = h.A + i * s.ld_c;
-    add_blocks(h.Au);
-    tile_product<R>(acc, A + block, s.ld_c, u + block * kStrip, kStrip, i - block);
+    tile_product<R>(acc, A, s.ld_c, u, kStrip, i);
     unrolled<R>(GDN_EACH(r) {
       unrolled<r>(GDN_EACH(m) {
         const F f = broadcast(A[r * s.ld_c + i + m]);
@@ -474,8 +438,7 @@ static void strip_segment(const ChunkArgs& x, const ChunkKeys& s, const ChunkHea
       unrolled<kTileVectors>(GDN_EACH(c) { acc[r][c] = w * acc[r][c]; });
     });
     const float* M = h.M + i * s.ld_c;
-    add_blocks(h.Mu);
-    tile_product<R>(acc, M + block, s.ld_c, u + block * kStrip, kStrip, i - block);
+    tile_product<R>(acc, M, s.ld_c, u, kStrip, i);
     unrolled<R>(GDN_EACH(m) {
       F value[kTileVectors];
       unrolled<kTileVectors>(GDN_EACH(c) { value[c] = load(u + (i + m) * kStrip + c * kLanes); });
@@ -592,8 +555,6 @@ static int64_t carve_chunk(float* base, const ChunkArgs& x, int64_t state_floats
   s.head.du = cursor.take(rows * kStrip);
   s.head.Sk = cursor.take(rows * kStrip);
   s.head.Sq = cursor.take(rows * kStrip);
-  s.head.Au = cursor.take(kSpareRows * kStrip);
-  s.head.Mu = cursor.take(kSpareRows * kStrip);
   s.keys.tiles.carve(cursor, C, x.K, x.q.dtype == DType::bf16 ? 1 : 2);
   s.buffer = cursor.take(kStrip * padded(x.K));
   s.S = cursor.take(state_floats);
@@ -601,18 +562,19 @@ static int64_t carve_chunk(float* base, const ChunkArgs& x, int64_t state_floats
 }
 
 // The chunk [t0, t0 + n) of one value head, columns [column, column + count strips). `zero_state`
-// says that S holds nothing yet. With `update`, S becomes the state after the chunk.
-template <class T>
+// says that S holds nothing yet. With `update`, S becomes the state after the chunk. before(p) is
+// called once a strip.
+template <class T, class Before>
 static void chunk_of_head(const ChunkArgs& x, const ChunkScratch& s, int64_t b, int64_t t0,
                           int64_t n, int64_t hv, int64_t column, int64_t count, float* S,
-                          bool zero_state, bool update, const T* ahead) {
+                          bool zero_state, bool update, Before before) {
   const ChunkHead& h = s.head;
-  const T* v = element<T>(x.v, b, t0, hv) + column;
   for (int64_t i = 0; i < n; ++i) {
-    const TokenGates gates = token_gates(x.gates, b, t0 + i, hv);
-    h.a[i] = gates.decay;
+    const RawGates gates = raw_gates(x.gates, b, t0 + i, hv);
+    h.a[i] = gates.g;
     h.beta[i] = gates.beta;
   }
+  for (int64_t i = 0; i < n; i += kLanes) store(h.a + i, exp(load(h.a + i)));
   for (int64_t first = 0, end; first < n; first = end) {
     end = first + 1;
     while (end < n && h.a[end] != 0.f) ++end;
@@ -622,9 +584,10 @@ static void chunk_of_head(const ChunkArgs& x, const ChunkScratch& s, int64_t b, 
     for (int64_t p = 0; p < count; ++p) {
       float* strip = S + p * strip_floats(x.K);
       float* u = h.u + p * h.s_u + first * kStrip;
+      if (first == 0) before(p);
       if (!zero_state) ChunkProducts<T>::old_state(s.keys, h, n, x.K, strip);
       strip_segment<T>(x, s.keys, h, b, t0, hv, first, end - first, column + p * kStrip, strip,
-                       zero_state, u, p + 1 < count ? v + (p + 1) * kStrip : ahead);
+                       zero_state, u);
       // What follows a cut starts from nothing.
       if (update && end == n) {
         ChunkProducts<T>::update(s.keys, h, u, first, end - first, x.K, h.w[end - first - 1], strip,
@@ -634,16 +597,22 @@ static void chunk_of_head(const ChunkArgs& x, const ChunkScratch& s, int64_t b, 
   }
 }
 
-// Asks for share `part` of `parts` of the keys and queries of the chunk at t.
+// Asks for share `part` of `parts` of what the heads [h0, h1) of key head hk read in the chunk at
+// t. The rows of a head lie a token apart, each in a page of its own, so nothing but a request
+// hides their latency; all that lies in a page is asked for at once, because finding the page is
+// most of it.
 template <class T>
-static void prefetch_keys(const ChunkArgs& x, int64_t b, int64_t t, int64_t end, int64_t hk,
-                          int64_t part, int64_t parts) {
+static void prefetch_chunk(const ChunkArgs& x, int64_t b, int64_t t, int64_t end, int64_t hk,
+                           int64_t h0, int64_t h1, int64_t column, int64_t columns, int64_t part,
+                           int64_t parts) {
+  constexpr int64_t line = 64 / static_cast<int64_t>(sizeof(T));
   const int64_t n = end - t < x.C ? end - t : x.C;
-  for (int64_t i = n * part / parts; i < n * (part + 1) / parts; ++i) {
-    const T *k = element<T>(x.k, b, t + i, hk), *q = element<T>(x.q, b, t + i, hk);
-    for (int64_t p = 0; p < x.K; p += 64 / static_cast<int64_t>(sizeof(T))) {
-      prefetch_l2(k + p);
-      prefetch_l2(q + p);
+  for (int64_t i = t + n * part / parts; i < t + n * (part + 1) / parts; ++i) {
+    for (int64_t p = 0; p < x.K; p += line) prefetch_l2(element<T>(x.k, b, i, hk) + p);
+    for (int64_t p = 0; p < x.K; p += line) prefetch_l2(element<T>(x.q, b, i, hk) + p);
+    for (int64_t h = h0; h < h1; ++h) {
+      const T* v = element<T>(x.v, b, i, h) + column;
+      for (int64_t p = 0; p < columns; p += line) prefetch_l2(v + p);
     }
   }
 }
@@ -694,6 +663,8 @@ static void chunk_typed(const ChunkArgs& x, const Parallel& parallel) {
         }
         continue;
       }
+      prefetch_chunk<T>(x, seq.b, seq.start, seq.end, hk, h0, h1, column, end_column - column, 0,
+                        1);
       const bool fresh = seq.fresh || !x.read.ptr;
       bool zero_state[kMaxGroup];
       for (int64_t h = h0; h < h1; ++h) {
@@ -714,14 +685,13 @@ static void chunk_typed(const ChunkArgs& x, const Parallel& parallel) {
         const int64_t tokens = seq.end - t < x.C ? seq.end - t : x.C;
         ChunkProducts<T>::load_keys(x, seq.b, t, tokens, hk, s.keys);
         for (int64_t h = h0; h < h1; ++h) {
-          const bool more = h + 1 < h1, chunks = t + x.C < seq.end;
-          const T* ahead = more     ? element<T>(x.v, seq.b, t, h + 1) + column
-                           : chunks ? element<T>(x.v, seq.b, t + x.C, h0) + column
-                                    : nullptr;
-          chunk_of_head<T>(x, s, seq.b, t, tokens, h, column, mine,
-                           s.S + (h - h0) * count * strip_floats(x.K), zero_state[h - h0], true,
-                           ahead);
-          if (chunks) prefetch_keys<T>(x, seq.b, t + x.C, seq.end, hk, h - h0, h1 - h0);
+          chunk_of_head<T>(
+              x, s, seq.b, t, tokens, h, column, mine, s.S + (h - h0) * count * strip_floats(x.K),
+              zero_state[h - h0], true, [&](int64_t p) {
+                if (t + x.C >= seq.end) return;
+                prefetch_chunk<T>(x, seq.b, t + x.C, seq.end, hk, h0, h1, column,
+                                  end_column - column, (h - h0) * mine + p, (h1 - h0) * mine);
+              });
           zero_state[h - h0] = false;
         }
         if (tokens == x.C && edge < x.edges) {
@@ -858,7 +828,7 @@ static void chunk_lowrank_sequence(const ChunkArgs& x, const LowrankScratch& s, 
         update_strip(entries, s.wu, first, live, x.K, 1.f, s.chunk.S + p * strip_floats(x.K), true);
       }
       chunk_of_head<T>(x, s.chunk, seq.b, t, n, h0 + h, 0, strips(x.V), s.chunk.S, live == 0, false,
-                       static_cast<const T*>(nullptr));
+                       [](int64_t) {});
       shift_rows(g, 1, fill, keep);
       shift_rows(u, s.ld_u, fill, keep);
       for (int64_t i = 0; i < fresh; ++i) {
@@ -875,7 +845,8 @@ static void chunk_lowrank_sequence(const ChunkArgs& x, const LowrankScratch& s, 
     shift_rows(s.k, keys.ld_k, fill, keep);
     for (int64_t i = 0; i < fresh; ++i) {
       float* row = s.k + (keep + i) * keys.ld_k;
-      std::memcpy(row, keys.k + (n - fresh + i) * keys.ld_k, x.K * sizeof(float));
+      load_row(x.k, seq.b, t + n - fresh + i, hk, x.K, row);
+      if (x.l2norm) l2_normalise(row, x.K);
       round_entry(row, win.k_dtype, x.K);
     }
     fill = keep + fresh;

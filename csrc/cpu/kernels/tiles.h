@@ -3,7 +3,7 @@
 //
 // An f32 operand goes in as parts of bf16 that add up to it: three hold its 24 bits of significand,
 // two hold 16. A bf16 operand is one part and an f16 one two, both exact. A product takes the pairs
-// of parts whose orders add up to less than a limit: 3 loses no more than f32 does, 2 loses 2^-17
+// of parts whose orders add up to less than a limit: 3 loses no more than f32 does, 2 loses 2^-15
 // of the largest term, which is enough for what is stored in 16 bits.
 
 template <class T>
@@ -127,33 +127,30 @@ static void split_row(const float* x, int64_t n, int64_t end, const TileRows& to
   }
 }
 
-// bf16 of two registers, lane by lane side by side: a in the low halves.
-GDN_INLINE U32 pair_up(F a, F b) {
-  const __m512bh both = _mm512_cvtne2ps_pbh(b, a);
-  alignas(64) static constexpr uint16_t order[32] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,
-                                                     21, 6,  22, 7,  23, 8,  24, 9,  25, 10, 26,
-                                                     11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-  return (U32)_mm512_permutexvar_epi16(_mm512_load_si512(order), (__m512i)both);
-}
-// Rows of kTileColumns floats as pairs; those outside [first, end) count as zero, and so do the
-// ones up to `rows`. Row i is multiplied by factor[i - first] where there are factors.
-static void split_pairs(const float* x, const float* factor, int64_t first, int64_t end,
-                        int64_t rows, const TilePairs& to) {
-  auto row = [&](int64_t i, int64_t c) {
-    if (i < first || i >= end) return zero();
-    const F v = load(x + i * kTileColumns + c);
-    return factor ? broadcast(factor[i - first]) * v : v;
+// row(i, c), a register of kTileColumns floats from column c, for i in [first, end): as pairs of
+// rows from 0 to `rows`, the others zero. Three parts hold every bit even if they are cut off
+// instead of rounded, and the halves of a pair then need no conversion.
+template <class Row>
+GDN_INLINE void split_pairs(int64_t first, int64_t end, int64_t rows, Row row,
+                            const TilePairs& to) {
+  const U32 upper = (U32)zero() + 0xffff0000u;
+  auto split = [&](int64_t i, F a, F b, int64_t c) __attribute__((always_inline)) {
+    unrolled<kParts>(GDN_EACH(p) {
+      const F a_upper = (F)((U32)a & upper), b_upper = (F)((U32)b & upper);
+      const U32 pair = ((U32)a >> 16) | (U32)b_upper;
+      __builtin_memcpy(to.part[p] + i / 2 * to.ld + c, &pair, sizeof pair);
+      a = a - a_upper;
+      b = b - b_upper;
+    });
   };
-  for (int64_t m = 0; m < rows / 2; ++m) {
-    for (int64_t c = 0; c < kTileColumns; c += kLanes) {
-      F a = row(2 * m, c), b = row(2 * m + 1, c);
-      for (int p = 0; p < to.parts; ++p) {
-        const U32 pair = pair_up(a, b);
-        __builtin_memcpy(to.part[p] + m * to.ld + c, &pair, sizeof pair);
-        a = a - (F)(pair << 16);
-        b = b - (F)(pair & 0xffff0000u);
-      }
-    }
+  const auto outside = [&](int64_t i) { return i < first || i >= end; };
+  for (int64_t i = 0; i < rows; i += 2) {
+    const bool whole = i >= first && i + 2 <= end;
+    unrolled<2>(GDN_EACH(v) {
+      constexpr int64_t c = v * kLanes;
+      split(i, whole || !outside(i) ? row(i, c) : zero(),
+            whole || !outside(i + 1) ? row(i + 1, c) : zero(), c);
+    });
   }
 }
 #endif
