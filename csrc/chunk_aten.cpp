@@ -135,7 +135,6 @@ Tensor unit_lower_inverse(const Tensor& lower) {
 }
 
 struct Forward {
-  Layout layout;
   at::ScalarType dtype;
   int64_t ratio;
   double scale;
@@ -144,20 +143,19 @@ struct Forward {
   Tensor D, kk, qk, M;      // [chunks, HV, C, C]
   Tensor inverse, W;        // (1 + A)^-1, and that times beta w k
   Tensor D_last, w_last;    // [chunks, HV, C, 1], [chunks, HV, 1, 1]
+  Tensor k_last;            // [chunks, HV, C, K]: D_last k
   Tensor S, U;              // [chunks, HV, K, V] before each chunk, [chunks, HV, C, V]
   Tensor final_state;       // [N, HV, K, V]
 };
 
-Forward forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g,
-                const Tensor& beta, const OptTensor& initial_state, const OptTensor& cu_seqlens,
-                std::optional<double> scale, bool qk_l2norm, int64_t chunk_size) {
+Forward forward(const Layout& x, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g,
+                const Tensor& beta, const OptTensor& initial_state, std::optional<double> scale,
+                bool qk_l2norm) {
   const int64_t HV = v.size(2), K = q.size(3), V = v.size(3);
   Forward f;
-  f.layout = layout_of(q, cu_seqlens, chunk_size);
   f.dtype = q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
   f.ratio = HV / q.size(2);
   f.scale = scale ? *scale : 1.0 / std::sqrt(static_cast<double>(K));
-  const Layout& x = f.layout;
   const auto options = q.options().dtype(f.dtype);
 
   Tensor state = initial_state ? initial_state->to(f.dtype).transpose(2, 3).index_select(0, x.order)
@@ -182,20 +180,23 @@ Forward forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor&
   f.M = (f.D * f.qk).mul_(f.scale);
   const Tensor A = (f.D * f.kk).mul_(f.beta).tril_(-1);
   f.inverse = unit_lower_inverse(A);
-  f.W = at::matmul(f.inverse, f.k * (f.beta * f.w));
-  f.U = at::matmul(f.inverse, f.v * f.beta);
+  // Factors of k and v scale the columns of the inverse, which is smaller.
+  const Tensor T = f.inverse * f.beta.transpose(2, 3);
+  f.W = at::matmul(T * f.w.transpose(2, 3), f.k);
+  f.U = at::matmul(T, f.v);
   f.D_last = f.D.select(2, x.C - 1).unsqueeze(-1);
   f.w_last = f.w.narrow(2, x.C - 1, 1);
 
   f.S = at::empty({x.chunks, HV, K, V}, options);
-  const Tensor k_last = (f.k * f.D_last).transpose(2, 3);
+  f.k_last = f.k * f.D_last;
+  const Tensor k_last_t = f.k_last.transpose(2, 3);
   for (size_t step = 0; step + 1 < x.offset.size(); ++step) {
     const int64_t begin = x.offset[step], count = x.offset[step + 1] - begin;
     Tensor S = state.narrow(0, 0, count), U = f.U.narrow(0, begin, count);
     f.S.narrow(0, begin, count).copy_(S);
     U.sub_(at::matmul(f.W.narrow(0, begin, count), S));
     S.mul_(f.w_last.narrow(0, begin, count));
-    S.add_(at::matmul(k_last.narrow(0, begin, count), U));
+    S.add_(at::matmul(k_last_t.narrow(0, begin, count), U));
   }
   f.final_state = at::empty_like(state);
   f.final_state.index_copy_(0, x.order, state);
@@ -236,33 +237,13 @@ void check_shapes(const Tensor& q, const Tensor& k, const Tensor& v, const Tenso
   if (q.is_cpu()) check_values("chunk", a.seqs);
 }
 
-}  // namespace
+using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-std::tuple<Tensor, Tensor> chunk_forward_aten(const Tensor& q, const Tensor& k, const Tensor& v,
-                                              const Tensor& g, const Tensor& beta,
-                                              const OptTensor& initial_state,
-                                              const OptTensor& cu_seqlens,
-                                              std::optional<double> scale, bool qk_l2norm,
-                                              int64_t chunk_size) {
-  check_float64(q, k, v, g, beta, initial_state);
-  check_shapes(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm, chunk_size);
-  const Forward f =
-      forward(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm, chunk_size);
-  Tensor o = at::matmul(f.q, f.S).mul_(f.w * f.scale);
-  o.add_(at::matmul(f.M, f.U));
-  return {scatter(o, f.layout, v, 1), f.final_state.transpose(2, 3).contiguous()};
-}
-
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> chunk_backward_aten(
-    const Tensor& grad_o, const OptTensor& grad_final_state, const Tensor& q, const Tensor& k,
-    const Tensor& v, const Tensor& g, const Tensor& beta, const OptTensor& initial_state,
-    const OptTensor& cu_seqlens, std::optional<double> scale, bool qk_l2norm, int64_t chunk_size) {
-  TORCH_CHECK(grad_o.sizes() == v.sizes(), "chunk_backward: grad_o: expected the shape of v, ",
-              v.sizes(), ", got ", grad_o.sizes());
-  check_shapes(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm, chunk_size);
-  const Forward f =
-      forward(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm, chunk_size);
-  const Layout& x = f.layout;
+Gradients backward(const Layout& x, const Tensor& grad_o, const OptTensor& grad_final_state,
+                   const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g,
+                   const Tensor& beta, const OptTensor& initial_state, std::optional<double> scale,
+                   bool qk_l2norm) {
+  const Forward f = forward(x, q, k, v, g, beta, initial_state, scale, qk_l2norm);
   const Tensor dO = gather(grad_o, x, f.dtype, 1);
   Tensor d_state = at::zeros_like(f.final_state);
   if (grad_final_state) {
@@ -273,13 +254,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> chunk_backward_aten(
   const Tensor dqS = dO * (f.w * f.scale);
   const Tensor base = at::matmul(f.q.transpose(2, 3), dqS);
   Tensor dU = at::matmul(f.M.transpose(2, 3), dO);
-  const Tensor k_last = f.k * f.D_last, W_t = f.W.transpose(2, 3);
+  const Tensor W_t = f.W.transpose(2, 3);
   Tensor dS = at::empty_like(f.S);
   for (size_t step = x.offset.size() - 1; step-- > 0;) {
     const int64_t begin = x.offset[step], count = x.offset[step + 1] - begin;
     Tensor S = d_state.narrow(0, 0, count), u = dU.narrow(0, begin, count);
     dS.narrow(0, begin, count).copy_(S);
-    u.add_(at::matmul(k_last.narrow(0, begin, count), S));
+    u.add_(at::matmul(f.k_last.narrow(0, begin, count), S));
     S.mul_(f.w_last.narrow(0, begin, count));
     S.add_(base.narrow(0, begin, count));
     S.sub_(at::matmul(W_t.narrow(0, begin, count), u));
@@ -291,27 +272,29 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> chunk_backward_aten(
   const Tensor dM = at::matmul(dO, U_t).mul_(f.scale).tril_();
   const Tensor dqk = dM * f.D;
   const Tensor dkk = (dA * f.D).mul_(f.beta);
-  const Tensor kS = at::matmul(f.k, f.S);
-  const Tensor dkS = dX * (f.beta * f.w).neg_();
+  // Gradients of S k and S q times S: what goes to k and q, and dotted with k and q what goes to
+  // the factors of S k and S q, which so need not be formed.
+  Tensor dk = at::matmul(dX, S_t).mul_(f.w);
+  const Tensor k_share = (dk * f.k).sum(-1, true);  // of dX w with S k
+  dk.mul_(f.beta.neg());
+  Tensor dq = at::matmul(dqS, S_t);
+  Tensor log_w = ((dq * f.q).sum(-1, true) - f.beta * k_share).squeeze(-1);
   const Tensor dS_t = dS.transpose(2, 3);
   const Tensor U_dS = at::matmul(f.U, dS_t);  // gradient of D_n k: D_n takes its share below
 
-  Tensor dq = at::matmul(dqS, S_t);
   dq.add_(at::matmul(dqk, f.k));
-  Tensor dk = at::matmul(dkS, S_t);
   dk.add_(at::matmul(dqk.transpose(2, 3), f.q));
   dk.add_(at::matmul(dkk + dkk.transpose(2, 3), f.k));
-  dk.add_(U_dS * f.D_last);
+  dk.addcmul_(U_dS, f.D_last);
   const Tensor dv = dX * f.beta;
-  const Tensor dbeta = (dX * (f.v - f.w * kS)).sum(-1, true) + (dA * f.D).mul_(f.kk).sum(-1, true);
+  const Tensor dbeta = (dX * f.v).sum(-1, true) - k_share + (dA * f.D).mul_(f.kk).sum(-1, true);
 
   // d log D and d log w; then g_l collects every (i, j) with j < l <= i.
   Tensor E = (dqk * f.qk).add_(dkk * f.kk);
   E.diagonal(0, 2, 3).zero_();
-  Tensor last = (U_dS * f.k).sum(-1).mul_(f.D_last.squeeze(-1));
+  Tensor last = (U_dS * f.k_last).sum(-1);
   last.select(2, x.C - 1).zero_();  // D_nn = 1
   E.select(2, x.C - 1).add_(last);
-  Tensor log_w = ((dqS * at::matmul(f.q, f.S)) + dkS * kS).sum(-1);
   log_w.select(2, x.C - 1).add_((dS * f.S).sum({2, 3}).mul_(f.w_last.flatten(1)));
   const Tensor net = E.sum(3) - E.sum(2) + log_w;
   const Tensor dg = net.flip(2).cumsum(2).flip(2).unsqueeze(-1);
@@ -325,6 +308,70 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> chunk_backward_aten(
   return {scatter(dq, x, q, f.ratio), scatter(dk, x, k, f.ratio),
           scatter(dv, x, v, 1),       scatter(dg, x, g, 1),
           scatter(dbeta, x, beta, 1), d_initial.transpose(2, 3).contiguous()};
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor> chunk_forward_aten(const Tensor& q, const Tensor& k, const Tensor& v,
+                                              const Tensor& g, const Tensor& beta,
+                                              const OptTensor& initial_state,
+                                              const OptTensor& cu_seqlens,
+                                              std::optional<double> scale, bool qk_l2norm,
+                                              int64_t chunk_size) {
+  check_float64(q, k, v, g, beta, initial_state);
+  check_shapes(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm, chunk_size);
+  const Layout x = layout_of(q, cu_seqlens, chunk_size);
+  const Forward f = forward(x, q, k, v, g, beta, initial_state, scale, qk_l2norm);
+  Tensor o = at::matmul(f.q, f.S).mul_(f.w * f.scale);
+  o.add_(at::matmul(f.M, f.U));
+  return {scatter(o, x, v, 1), f.final_state.transpose(2, 3).contiguous()};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> chunk_backward_aten(
+    const Tensor& grad_o, const OptTensor& grad_final_state, const Tensor& q, const Tensor& k,
+    const Tensor& v, const Tensor& g, const Tensor& beta, const OptTensor& initial_state,
+    const OptTensor& cu_seqlens, std::optional<double> scale, bool qk_l2norm, int64_t chunk_size) {
+  TORCH_CHECK(grad_o.sizes() == v.sizes(), "chunk_backward: grad_o: expected the shape of v, ",
+              v.sizes(), ", got ", grad_o.sizes());
+  check_shapes(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm, chunk_size);
+  const Layout x = layout_of(q, cu_seqlens, chunk_size);
+  const int64_t H = q.size(2), ratio = v.size(2) / H;
+  if (!q.is_cpu() || H == 1) {
+    return backward(x, grad_o, grad_final_state, q, k, v, g, beta, initial_state, scale, qk_l2norm);
+  }
+  // Key head by key head: what one needs stays in the caches, and only as much of it is alive as
+  // there are threads. Each thread takes whole key heads if there are enough for all.
+  auto like = [](const Tensor& t) { return at::empty(t.sizes(), t.options()); };
+  const auto state_type = q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  Tensor dq = like(q), dk = like(k), dv = like(v), dg = like(g), dbeta = like(beta);
+  Tensor d_initial =
+      at::empty({x.N, v.size(2), v.size(3), q.size(3)}, q.options().dtype(state_type));
+  auto heads = [&](int64_t begin, int64_t end) {
+    // A thread of the pool does not know that the caller is below autograd.
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    for (int64_t h = begin; h < end; ++h) {
+      auto key = [&](const Tensor& t) { return t.narrow(2, h, 1); };
+      auto value = [&](const Tensor& t) { return t.narrow(2, h * ratio, ratio); };
+      auto state = [&](const OptTensor& t) {
+        return t ? OptTensor(t->narrow(1, h * ratio, ratio)) : OptTensor();
+      };
+      const auto [q_, k_, v_, g_, beta_, initial_] =
+          backward(x, value(grad_o), state(grad_final_state), key(q), key(k), value(v), value(g),
+                   value(beta), state(initial_state), scale, qk_l2norm);
+      key(dq).copy_(q_);
+      key(dk).copy_(k_);
+      value(dv).copy_(v_);
+      value(dg).copy_(g_);
+      value(dbeta).copy_(beta_);
+      d_initial.narrow(1, h * ratio, ratio).copy_(initial_);
+    }
+  };
+  if (H < at::get_num_threads()) {
+    heads(0, H);
+  } else {
+    at::parallel_for(0, H, 1, heads);
+  }
+  return {dq, dk, dv, dg, dbeta, d_initial};
 }
 
 }  // namespace gdn
