@@ -436,8 +436,9 @@ def test_checkpoint_gives_the_same_gradients():
         assert torch.equal(x.grad, y)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager"])
-@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize(
+    "backend, checkpointed", [("aot_eager", False), ("aot_eager", True), ("inductor", False)]
+)
 def test_compile_forward_and_backward(backend, checkpointed):
     """Elementwise code before and after, so that there is something to fuse around the op."""
     from torch.utils.checkpoint import checkpoint

@@ -11,6 +11,23 @@ import torch
 
 ALL = ("scalar", "avx2", "avx512", "avx512bf16", "amx", "neon")
 SUITES = ["test_recurrent.py", "test_conv.py", "test_gates.py", "test_norm.py", "test_decode.py"]
+# Of the families that take long, the tests that reach every kernel: all dtypes, whole and cut
+# tiles, extreme gates, both layouts of a pool.
+SUITES += [
+    f"test_chunk.py::test_{name}"
+    for name in (
+        "sixteen_bit_lengths", "dtypes_and_ratios", "extreme_gates", "prefill_rows",
+        "strided_views_equal_contiguous", "a_later_token_changes_no_earlier_output",
+        "lowrank_window_dtypes", "lowrank_extreme_gates",
+    )
+]  # fmt: skip
+SUITES += [
+    f"test_windows.py::test_{name}"
+    for name in (
+        "buffered_against_oracle", "lowrank_against_oracle", "packed_sequences", "extreme_gates",
+        "speculate_accept_reject", "flush_and_reset", "decode_against_oracle",
+    )
+]  # fmt: skip
 HERE = os.path.dirname(__file__)
 
 
