@@ -109,6 +109,16 @@ __global__ void __launch_bounds__(32, TG == 1 && K <= 128 ? 32 : 16)
       if (lane == 0) to[R] = expf(all);
     }
   }
+  // Log decays of the first value heads, asked for before anything is waited for.
+  constexpr int kEarly = TG == 1 ? 3 : 0;
+  float early_g[kEarly + 1][2];
+#pragma unroll
+  for (int r = 0; r < kEarly; r++) {
+    const int live = plan.fold || r >= ratio ? 0 : pending;
+    const float* const g = pg + (h * ratio + r) * w.sg_h;
+    early_g[r][0] = lane < live ? g[lane * sg] : 0.f;
+    early_g[r][1] = wide && lane + 32 < live ? g[(lane + 32) * sg] : 0.f;
+  }
   const DType at = a.q.dtype;
   char* const pw = const_cast<char*>(element_of(w.k, w.k_dtype, plan.row * w.sk_p + h * w.sk_h));
   const char* const pk = element_of(a.k.ptr, at, offset_of(a.k, b, plan.start, h));
@@ -255,8 +265,19 @@ __global__ void __launch_bounds__(32, TG == 1 && K <= 128 ? 32 : 16)
         compute_gates(a.gates, load_gates(a.gates, b, plan.start + e - old, hv), &x, &y);
         return plan.fresh && e == 0 ? -INFINITY : x;
       };
-      float s[2], all;
-      suffix_sums(decay_of(lane), wide ? decay_of(lane + 32) : 0.f, lane, wide, &s[0], &s[1], &all);
+      float g0 = 0.f, g1 = 0.f, s[2], all;
+#pragma unroll
+      for (int i = 0; i < kEarly; i++) {
+        if (i == r) {
+          g0 = early_g[i][0];
+          g1 = early_g[i][1];
+        }
+      }
+      if (r >= kEarly) {
+        g0 = decay_of(lane);
+        g1 = wide ? decay_of(lane + 32) : 0.f;
+      }
+      suffix_sums(g0, g1, lane, wide, &s[0], &s[1], &all);
       if (lane < tokens) {
         float own = g[0];
 #pragma unroll
@@ -314,6 +335,7 @@ struct BufferedGrid {
   int64_t first = 0;  // sequence of blockIdx.y == 0
   FastDiv row_blocks, ratio;
   bool flush = false;
+  unsigned wave = 0;  // blocks that may start before prepare_window is done
   NormTail norm;
 };
 
@@ -385,21 +407,30 @@ __global__ void __launch_bounds__(VB, MIN_BLOCKS)
     }
   };
 
-  // What may still run now writes neither base nor indices (prepare_window, `early`).
-  const WindowRow early = window_row<TG == 1>(a, n);
-  home += early.row * a.state.s_p;
-  const bool ahead = early.row >= 0 && early.tokens > 0 && !early.fresh && !grid.flush;
-  if (ahead) copy_base();
+  // The first blocks start while prepare_window runs. What runs with it writes neither base nor
+  // indices (`early`), so they ask for the base before they wait for the plan; the others find the
+  // plan, and ask for all that depends on it first, as it would queue behind the base.
+  const auto wanted = [&](int64_t row, int tokens, bool fresh) {
+    return row >= 0 && tokens > 0 && !fresh && !grid.flush;
+  };
+  const bool first_wave = blockIdx.y * gridDim.x + blockIdx.x < grid.wave;
+  if (first_wave) {
+    const WindowRow s = window_row<TG == 1>(a, n);
+    home += s.row * a.state.s_p;
+    if (wanted(s.row, s.tokens, s.fresh)) copy_base();
+  }
   wait_for_previous_kernel();
   let_next_kernel_start();
   const WindowPlan plan = ws.plans[n];
+  if (!first_wave) home += plan.row * a.state.s_p;
   const int T = plan.tokens;
   const int64_t b = TG == 1 ? n : a.seqs.cu_seqlens.ptr ? 0 : n;
   if (plan.row < 0) {
     const View& result = grid.norm.on ? grid.norm.y : a.out;
-    for (int t = 0; live && !grid.flush && t < early.tokens; t++) {
+    const WindowRow s = window_row<TG == 1>(a, n);
+    for (int t = 0; live && !grid.flush && t < s.tokens; t++) {
       store_as(result.ptr, result.dtype,
-               offset_of(result, b, early.start + t, hv) + (row0 + tid) * result.sd, 0.f);
+               offset_of(result, b, s.start + t, hv) + (row0 + tid) * result.sd, 0.f);
     }
     return;
   }
@@ -408,7 +439,11 @@ __global__ void __launch_bounds__(VB, MIN_BLOCKS)
     w.fill[plan.row * w.s_fill] =
         pack_fill({(plan.fold ? 0 : plan.pending) + T, T > 0 ? T - 1 : 0, 0});
   }
-  if (!ahead && plan.fold) copy_base();
+  // Updates are asked for before the base where their registers cost no other block its place.
+  constexpr bool kUpdatesFirst = sizeof(ST) == 4;
+  const bool base_due =
+      first_wave ? grid.flush && plan.fold : plan.fold || wanted(plan.row, plan.tokens, plan.fresh);
+  if (!kUpdatesFirst && base_due) copy_base();
 
   // Pointers once; inside a row offsets fit 32 bits (window_refusal).
   const DType at = a.q.dtype;
@@ -437,7 +472,37 @@ __global__ void __launch_bounds__(VB, MIN_BLOCKS)
       copy_16_async(shared_address(record) + i * 16, head + i * 4);
     }
   };
-  if (T > 0) copy_prepared(0);
+  uint32_t raw_v[TG], raw_u[PRE];
+  const auto load_v = [&](int t0, int tokens) {
+#pragma unroll
+    for (int t = 0; t < TG; t++) {
+      const int token = t0 + (t < tokens ? t : 0);
+      raw_v[t] = live ? load_one<AT>(pv, at, token * v_st + tid * v_sd) : 0;
+    }
+  };
+  // Entries past the last are read as the last: never used, and no predicate a load.
+  const auto load_four = [&](int e0, int to) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const int e = e0 + i < count ? e0 + i : count - 1;
+      raw_u[to + i] = load_one<UT>(pu, w.u_dtype, e * su + (live ? tid : 0));
+    }
+  };
+  const auto load_u = [&]() {
+#pragma unroll
+    for (int e = 0; e < PRE; e += 4) {
+      if (e < count) load_four(e, e);
+    }
+  };
+  const auto tokens_of = [&](int t0) { return TG == 1 ? 1 : T - t0 < TG ? T - t0 : TG; };
+  if (T > 0) {
+    copy_prepared(0);
+    if (kUpdatesFirst) {
+      load_v(0, tokens_of(0));
+      load_u();
+    }
+  }
+  if (kUpdatesFirst && base_due) copy_base();
   const auto arrived = [&]() { asm volatile("cp.async.wait_all;" ::: "memory"); };
 
   if (plan.fold) {
@@ -619,24 +684,10 @@ __global__ void __launch_bounds__(VB, MIN_BLOCKS)
   }
 
   for (int t0 = 0; t0 < (TG == 1 ? (T > 0 ? 1 : 0) : T); t0 += TG) {
-    const int tokens = TG == 1 ? 1 : T - t0 < TG ? T - t0 : TG;
-    uint32_t raw_v[TG], raw_u[PRE];
-#pragma unroll
-    for (int t = 0; t < TG; t++) {
-      const int token = t0 + (t < tokens ? t : 0);
-      raw_v[t] = live ? load_one<AT>(pv, at, token * v_st + tid * v_sd) : 0;
-    }
-    // Entries past the last are read as the last: never used, and no predicate a load.
-    const auto load_four = [&](int e0, int to) {
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const int e = e0 + i < count ? e0 + i : count - 1;
-        raw_u[to + i] = load_one<UT>(pu, w.u_dtype, e * su + (live ? tid : 0));
-      }
-    };
-#pragma unroll
-    for (int e = 0; e < PRE; e += 4) {
-      if (e < count) load_four(e, e);
+    const int tokens = tokens_of(t0);
+    if (!kUpdatesFirst || t0 > 0) {
+      load_v(t0, tokens);
+      load_u();
     }
     arrived();
     __syncthreads();

@@ -47,6 +47,7 @@ cudaError_t launch_buffered_rows(const RecurrentArgs& a, const WindowCall& call,
   grid.ratio = FastDiv(static_cast<uint32_t>(a.HV / a.H));
   grid.flush = call.flush;
   grid.norm = call.norm;
+  grid.wave = MIN_BLOCKS * multiprocessors();
   const int64_t blocks = a.HV * grid.row_blocks.divisor;
   for (; error == cudaSuccess && grid.first < a.seqs.N; grid.first += kMaxGridY) {
     const int64_t count = a.seqs.N - grid.first < kMaxGridY ? a.seqs.N - grid.first : kMaxGridY;
