@@ -355,6 +355,36 @@ def test_lowrank_with_a_window_as_long_as_the_sequence_is_full_rank(dtype):
     close("o", ops.chunk_lowrank(*args, *win, chunk_size=16), ops.chunk(*args)[0], dtype, 2)
 
 
+@pytest.mark.parametrize("odd", [False, True])
+@pytest.mark.parametrize(
+    "k_dtype, u_dtype", [(torch.float32, BF16), (BF16, F16), (F16, torch.float32)]
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_lowrank_windows_of_other_dtypes_and_strides(dtype, k_dtype, u_dtype, odd):
+    """Read and written in vectors or, with odd strides, by elements: the same bits."""
+    win = window(3, 1, 2, 16, 128, 64)
+    win[0], win[1] = win[0].to(k_dtype), win[1].to(u_dtype)
+    win[3].copy_(torch.tensor([16 + 65536 * 5, 7, 0]))
+    args = inputs(1, 150, 1, 2, 128, 64, dtype)
+    cu = offsets([130, 4, 16])
+    want = reference.chunk_lowrank(*args, *win, cu_seqlens=cu, qk_l2norm=True)
+    device = gpu(*win)
+    if odd:
+        device[:2] = (torch.cat([x, x[..., :1]], -1)[..., :-1] for x in device[:2])
+    o = ops.chunk_lowrank(*gpu(*args), *device, cu_seqlens=cu.cuda(), qk_l2norm=True)
+    worst = max(dtype, k_dtype, u_dtype, key=lambda d: torch.finfo(d).eps)
+    close("o", o, want[0], worst, 2)
+    close("win_k", device[0], want[1], k_dtype, 1.5)
+    close("win_u", device[1], want[2], worst, 2)
+    assert device[3].cpu().tolist() == want[4].tolist()
+    if odd:
+        again = gpu(*win)
+        assert torch.equal(
+            ops.chunk_lowrank(*gpu(*args), *again, cu_seqlens=cu.cuda(), qk_l2norm=True), o
+        )
+        assert torch.equal(again[1], device[1])
+
+
 def test_lowrank_capture_and_many_sequences():
     lengths = torch.randint(0, 301, (64,), generator=torch.Generator().manual_seed(11)).tolist()
     cu = offsets(lengths).cuda()

@@ -20,7 +20,8 @@ namespace cuda {
 
 // What a scan is compiled for.
 enum class Scan {
-  lone,     // a block alone on its multiprocessor: helpers fetch two chunks ahead; pools in vectors
+  lone,     // a block alone on its multiprocessor, with helpers that fetch two chunks ahead; pools
+            // in vectors
   ahead,    // fetches the next chunk while it works on one; plain pools
   among,    // one chunk at a time, others fill the wait; plain pools
   general,  // the same over any pools
@@ -41,23 +42,30 @@ struct ScanShared {
   static constexpr int kMixing = kFactors + Form::kMixing;
   static constexpr int kVectors = kFactors + Form::kVectors;
   static constexpr int kStage = kVectors + 1024;  // panels start at multiples of 1024
-  // Behind the stages: with helpers two panels of outputs; the state on its way, 64 rows of K
-  // floats; the low-rank window, keys, updates and decays, laid out as in a stage.
+  // A low-rank window: keys, updates and decays, laid out as in a stage.
   static constexpr int kWindowUpdates = kKeys;
   static constexpr int kWindowDecays = kWindowUpdates + Form::kParts * kPanelBytes;
   static constexpr int kWindow = kWindowDecays + kChunk * 4;
-  // Two parts leave no room for it: the first stage has to wait.
-  static constexpr bool kWindowInStage = Form::kParts == 2;
   static constexpr float kWindowScale = Form::kParts == 2 ? 8.f : 1.f;  // of its keys
   template <Scan KIND, bool LOWRANK>
   static constexpr bool kStaged =
       !LOWRANK && KIND != Scan::ahead && (Form::kParts == 1 || KIND == Scan::general);
+  // Behind the stages: with helpers two panels of outputs; the state on its way, 64 rows of K
+  // floats; where the only stage is of one part, the window.
   template <Scan KIND>
-  static constexpr int kBehind =
+  static constexpr int kOwned =
       ScanShape<KIND>::kStages * kStage + (ScanShape<KIND>::kHelpers ? 2 * kPanelBytes : 0);
+  // The low-rank window lies in the last stage, which is filled last. A single stage has to wait
+  // for it, unless there is room behind.
+  template <Scan KIND>
+  static constexpr bool kWindowFirst = ScanShape<KIND>::kStages == 1 && Form::kParts == 2;
+  template <Scan KIND>
+  static constexpr int kWindowAt =
+      ScanShape<KIND>::kStages > 1 ? (ScanShape<KIND>::kStages - 1) * kStage
+                                   : (kWindowFirst<KIND> ? 0 : kOwned<KIND>);
   template <Scan KIND, bool LOWRANK>
-  static constexpr int kBytes = kBehind<KIND> + (kStaged<KIND, LOWRANK> ? kScanRows * K * 4 : 0) +
-                                (LOWRANK && !kWindowInStage ? kWindow : 0);
+  static constexpr int kBytes = kOwned<KIND> + (kStaged<KIND, LOWRANK> ? kScanRows * K * 4 : 0) +
+                                (LOWRANK && kWindowAt<KIND> == kOwned<KIND> ? kWindow : 0);
 };
 
 // 16 rows of V of a state, as accumulators. PLAIN: pools are float32 with K contiguous.
@@ -373,13 +381,15 @@ __global__ void __launch_bounds__(ScanShape<KIND>::kThreads, ScanShape<KIND>::kM
   constexpr bool STAGED = Shared::template kStaged<KIND, LOWRANK>;
   constexpr bool ANY = KIND == Scan::lone || KIND == Scan::general;  // pools of any layout
   constexpr int AHEAD = STAGES > 1 ? STAGES - 1 : 1;                 // chunks
-  // Alone on its multiprocessor a block fills the wait for S k with S q; among others, or with
-  // factors in parts, it forms that later and needs fewer registers.
+  // S q fills the wait for S k; among others, or with factors in parts, it is formed later and
+  // fewer registers are needed.
   constexpr bool LATE = STAGES == 1 || PARTS == 2;
   constexpr int KEY_STEP = (K / 64) * kPanelBytes;  // between the parts of keys
   static_assert(!HELPERS || PARTS == 1, "the stages of two parts leave no room for outputs");
   const int thread = threadIdx.x & 127;
-  const bool helper = HELPERS && threadIdx.x >= 128, copies = helper || !HELPERS;
+  // The same for a whole warp, which the compiler has to know: products in a branch that it takes
+  // for divergent would wait for one another.
+  const bool helper = HELPERS && uniform(threadIdx.x >> 7) == 1, copies = helper || !HELPERS;
   const int warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
   const int slices = static_cast<int>(a.V) / kScanRows;
   const int hv = blockIdx.x / slices, v0 = (blockIdx.x - hv * slices) * kScanRows;
@@ -459,34 +469,13 @@ __global__ void __launch_bounds__(ScanShape<KIND>::kThreads, ScanShape<KIND>::kM
       }
     }
   };
-  // S = last S + (decay U) k, U as accumulators, times u_scale; left running. `panels` of k; decay
-  // may carry what was taken out of k. `steps`: of 16 tokens.
-  const auto update = [&](float (&u)[8][4], const PowerOfTwo(&u_scale)[2], float last,
-                          uint32_t stage, const float* decay, int steps) {
-#pragma unroll
-    for (int p = 0; p < 8; p++) {
-      const float2 d = *reinterpret_cast<const float2*>(decay + 8 * p + 2 * t);
-#pragma unroll
-      for (int e = 0; e < 4; e++) u[p][e] *= e & 1 ? d.y : d.x;
-    }
-    float u_factor[2] = {1.f, 1.f}, s_factor[2] = {last, last};
+  // The step from one state to the next, S = last S + (decay U) k. First `last`, which needs no U.
+  float s_most[2] = {0.f, 0.f};  // of S.s
+  const auto decay_state = [&](float last) {
     if constexpr (SCALED) {
-      float most[2], most_s[2];
-      row_most(most, u);
-      row_most(most_s, S.s);
+      row_most(s_most, S.s);
 #pragma unroll
-      for (int row = 0; row < 2; row++) {
-        const float old = last == 0.f ? 0.f : most_s[row] * (last * s_scale[row].back);
-        const PowerOfTwo next(fmaxf(old, most[row] * u_scale[row].back), 4);
-        u_factor[row] = next.by * u_scale[row].back;
-        s_factor[row] = last * (next.by * s_scale[row].back);
-        s_scale[row] = next;
-      }
-#pragma unroll
-      for (int p = 0; p < 8; p++) {
-#pragma unroll
-        for (int e = 0; e < 4; e++) u[p][e] *= u_factor[e >> 1];
-      }
+      for (int row = 0; row < 2; row++) s_most[row] = last == 0.f ? 0.f : last * s_most[row];
     }
     if (last == 0.f) {
       clear(S.s);
@@ -494,12 +483,57 @@ __global__ void __launch_bounds__(ScanShape<KIND>::kThreads, ScanShape<KIND>::kM
 #pragma unroll
       for (int p = 0; p < K / 8; p++) {
 #pragma unroll
-        for (int e = 0; e < 4; e++) S.s[p][e] *= s_factor[e >> 1];
+        for (int e = 0; e < 4; e++) S.s[p][e] *= last;
+      }
+    }
+  };
+  // U as accumulators, times u_scale; `decay` may carry what was taken out of k; `steps` of 16
+  // tokens. Left running.
+  const auto update = [&](float (&u)[8][4], const PowerOfTwo(&u_scale)[2], uint32_t stage,
+                          const float* decay, int steps) {
+#pragma unroll
+    for (int p = 0; p < 8; p++) {
+      const float2 d = *reinterpret_cast<const float2*>(decay + 8 * p + 2 * t);
+#pragma unroll
+      for (int e = 0; e < 4; e++) u[p][e] *= e & 1 ? d.y : d.x;
+    }
+    if constexpr (SCALED) {
+      // The scale of S stays while the largest of what is added is between 4 and 64 in it.
+      float most[2];
+      row_most(most, u);
+      bool outside = false;
+#pragma unroll
+      for (int row = 0; row < 2; row++) {
+        most[row] = fmaxf(s_most[row] * s_scale[row].back, most[row] * u_scale[row].back);
+        const float x = most[row] * s_scale[row].by;
+        outside = outside || (x < 4.f && x > 0.f) || x > 64.f;
+      }
+      if (__any_sync(kFullMask, outside)) {
+        float factor[2];
+#pragma unroll
+        for (int row = 0; row < 2; row++) {
+          const PowerOfTwo next(most[row], 4);
+          factor[row] = next.by * s_scale[row].back;
+          s_scale[row] = next;
+        }
+#pragma unroll
+        for (int p = 0; p < K / 8; p++) {
+#pragma unroll
+          for (int e = 0; e < 4; e++) S.s[p][e] *= factor[e >> 1];
+        }
+      }
+      const float factor[2] = {s_scale[0].by * u_scale[0].back, s_scale[1].by * u_scale[1].back};
+#pragma unroll
+      for (int p = 0; p < 8; p++) {
+#pragma unroll
+        for (int e = 0; e < 4; e++) u[p][e] *= factor[e >> 1];
       }
     }
     uint32_t left[4][PARTS][4];
 #pragma unroll
     for (int s = 0; s < 4; s++) pack_left<T>(left[s], u[2 * s], u[2 * s + 1]);
+    settle(S.s);
+    settle(left);
     open_products();
 #pragma unroll
     for (int s = 0; s < 4; s++) {
@@ -533,7 +567,7 @@ __global__ void __launch_bounds__(ScanShape<KIND>::kThreads, ScanShape<KIND>::kM
   const auto home = [&](const StatePool& pool, int64_t row, int64_t r) {
     return row * pool.s_p + hv * pool.s_h + (v0 + 16 * warp + r) * pool.s_v;
   };
-  unsigned char* const staged = shared + Shared::template kBehind<KIND> + warp * 16 * K * 4;
+  unsigned char* const staged = shared + Shared::template kOwned<KIND> + warp * 16 * K * 4;
   const auto keep = [&](int64_t row) {
     const auto multiply = [&](float x, float y) {
 #pragma unroll
@@ -559,10 +593,9 @@ __global__ void __launch_bounds__(ScanShape<KIND>::kThreads, ScanShape<KIND>::kM
   const int R = LOWRANK ? static_cast<int>(a.window.R) : 1;
   const int news = LOWRANK && length > R ? R : static_cast<int>(length);
   const auto start_from_window = [&] {
-    unsigned char* const window =
-        shared + (Shared::kWindowInStage ? 0 : Shared::template kBehind<KIND>);
-    const int fill =
-        seq.fresh || chunks == 0 ? 0 : load_window<IN, K>(a, layout, seq.row, hk, hv, v0, window);
+    unsigned char* const window = shared + Shared::template kWindowAt<KIND>;
+    const int fill = uniform(
+        seq.fresh || chunks == 0 ? 0 : load_window<IN, K>(a, layout, seq.row, hk, hv, v0, window));
     if (fill > 0) {
       publish_shared();
       __syncthreads();
@@ -576,7 +609,7 @@ __global__ void __launch_bounds__(ScanShape<KIND>::kThreads, ScanShape<KIND>::kM
           for (int m = 0; m < 8; m++) u[2 * p + (m >> 2)][m & 3] = x[m >> 2][(m >> 1) & 1][m & 1];
         }
         const PowerOfTwo one[2];
-        update(u, one, 0.f, shared_address(window),
+        update(u, one, shared_address(window),
                reinterpret_cast<const float*>(window + Shared::kWindowDecays), (fill + 15) / 16);
         await_products<0>(S.s);
       }
@@ -590,7 +623,7 @@ __global__ void __launch_bounds__(ScanShape<KIND>::kThreads, ScanShape<KIND>::kM
       __syncthreads();
     }
   };
-  constexpr bool WINDOW_FIRST = LOWRANK && Shared::kWindowInStage;
+  constexpr bool WINDOW_FIRST = LOWRANK && Shared::template kWindowFirst<KIND>;
   // Inputs are older than the first kernel, which has waited for all that came before it.
   if (!WINDOW_FIRST && copies && chunks > 0) ask_inputs(0, base);
   const bool stage_in = read_state && STAGED && (!ANY || layout.read_vectors);
@@ -676,14 +709,77 @@ __global__ void __launch_bounds__(ScanShape<KIND>::kThreads, ScanShape<KIND>::kM
         }
       }
     };
-    float O[8][4], U[8][4];
-    uint32_t X[4][PARTS][4];
-    PowerOfTwo u_scale[2];  // U is that of the state times these
-    // The products with the old state: by k or by q.
-    const auto multiply_state = [&](float (&c)[8][4], uint32_t panels) {
-      uint32_t left[K / 16][PARTS][4];
+    // O, the products of S with q, as the first part of the outputs.
+    const auto scale_outputs = [&](float (&O)[8][4], const float (&factor)[2]) {
+      drop(O, vectors + kChunk);
 #pragma unroll
-      for (int s = 0; s < K / 16; s++) pack_left<T>(left[s], S.s[2 * s], S.s[2 * s + 1]);
+      for (int p = 0; p < 8; p++) {
+        const float2 w = *reinterpret_cast<const float2*>(vectors + kChunk + 8 * p + 2 * t);
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+          O[p][e] *= e & 1 ? w.y : w.x;
+          if constexpr (SCALED) O[p][e] *= factor[e >> 1];
+        }
+      }
+    };
+    // Adds what U gives; left running.
+    const auto mix = [&](float (&O)[8][4], uint32_t (&left)[4][PARTS][4]) {
+      settle(O);
+      settle(left);
+      open_products();
+#pragma unroll
+      for (int s = 0; s < 4; s++) {
+        multiply_rows<T>(O, left[s], stage, Shared::kMixing, kPanelBytes, s, s, lanes);
+      }
+      close_products();
+    };
+    // Finished outputs in shared memory. Without helpers over the values of this warp, which nobody
+    // else reads.
+    unsigned char* const result =
+        HELPERS ? results + (c & 1) * kPanelBytes : stage_memory + Shared::kValues;
+    const auto put_outputs = [&](float (&O)[8][4], const float (&factor)[2]) {
+      if constexpr (SCALED) {
+#pragma unroll
+        for (int p = 0; p < 8; p++) {
+          float2 m = make_float2(1.f, 1.f);
+          if constexpr (PARTS == 2) {
+            m = *reinterpret_cast<const float2*>(vectors + 3 * kChunk + 8 * p + 2 * t);
+          }
+#pragma unroll
+          for (int e = 0; e < 4; e++) {
+            if constexpr (PARTS == 2) O[p][e] *= e & 1 ? m.y : m.x;
+            O[p][e] *= factor[e >> 1];
+          }
+        }
+      }
+      __syncwarp();
+      if constexpr (PARTS == 1) {
+#pragma unroll
+        for (int p = 0; p < 8; p += 2) {
+          uint32_t x[4];
+#pragma unroll
+          for (int m = 0; m < 4; m++) {
+            x[m] = pack_pair<T>(O[p + (m >> 1)][2 * (m & 1)], O[p + (m >> 1)][2 * (m & 1) + 1]);
+          }
+          store_transposed(x, lane, [&](int l) {
+            return result + panel_offset(8 * (p + (l >> 4)) + (l & 7), 2 * warp + ((l >> 3) & 1));
+          });
+        }
+      } else {
+#pragma unroll
+        for (int p = 0; p < 8; p++) {
+#pragma unroll
+          for (int e = 0; e < 4; e++) {
+            const int token = 8 * p + 2 * t + (e & 1), row = g + 8 * (e >> 1);
+            *reinterpret_cast<float*>(result + tile_offset(token, 4 * warp + (row >> 2)) +
+                                      (row & 3) * 4) = O[p][e];
+          }
+        }
+      }
+    };
+    // The products with the old state, by k or by q; left running.
+    const auto multiply_state = [&](float (&c)[8][4], const uint32_t (&left)[K / 16][PARTS][4],
+                                    uint32_t panels) {
       open_products();
       multiply_rows<T, false>(c, left[0], stage, panels, KEY_STEP, 0, 0, lanes);
 #pragma unroll
@@ -693,19 +789,39 @@ __global__ void __launch_bounds__(ScanShape<KIND>::kThreads, ScanShape<KIND>::kM
       }
       close_products();
     };
+    float O[8][4], U[8][4];
+    uint32_t X[4][PARTS][4];
+    PowerOfTwo u_scale[2];  // U is that of the state times these
     {
       float P[8][4];
-      multiply_state(P, 0);
-      if (!LATE) multiply_state(O, Shared::kQueries);
+      uint32_t left[K / 16][PARTS][4];
+#pragma unroll
+      for (int s = 0; s < K / 16; s++) pack_left<T>(left[s], S.s[2 * s], S.s[2 * s + 1]);
+      multiply_state(P, left, 0);
+      if (!LATE) multiply_state(O, left, Shared::kQueries);
+      float values[4][2][2][2];
+      float2 weights[4][2];
+      const auto fetch = [&](int p) {
+        load_values(values[p], stage_memory + Shared::kValues, p);
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+          weights[p][half] = *reinterpret_cast<const float2*>(vectors + 16 * p + 8 * half + 2 * t);
+        }
+      };
+      // A block with registers to spare reads while it waits.
+#pragma unroll
+      for (int p = 0; p < 4; p++) {
+        if (!LATE) fetch(p);
+      }
       await_products<!LATE>(P);
       drop(P, vectors);
 #pragma unroll
       for (int p = 0; p < 4; p++) {
-        float x[2][2][2];
-        load_values(x, stage_memory + Shared::kValues, p);
+        if (LATE) fetch(p);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-          const float2 w = *reinterpret_cast<const float2*>(vectors + 16 * p + 8 * half + 2 * t);
+          const float (&x)[2][2] = values[p][half];
+          const float2 w = weights[p][half];
           float (&y)[4] = P[2 * p + half];
 #pragma unroll
           for (int row = 0; row < 2; row++) {
@@ -713,8 +829,8 @@ __global__ void __launch_bounds__(ScanShape<KIND>::kThreads, ScanShape<KIND>::kM
               y[2 * row] *= s_scale[row].back;
               y[2 * row + 1] *= s_scale[row].back;
             }
-            y[2 * row] = x[half][row][0] - w.x * y[2 * row];
-            y[2 * row + 1] = x[half][row][1] - w.y * y[2 * row + 1];
+            y[2 * row] = x[row][0] - w.x * y[2 * row];
+            y[2 * row + 1] = x[row][1] - w.y * y[2 * row + 1];
           }
         }
       }
@@ -738,6 +854,7 @@ __global__ void __launch_bounds__(ScanShape<KIND>::kThreads, ScanShape<KIND>::kM
       for (int s = 0; s < 4; s++) pack_left<T>(X[s], P[2 * s], P[2 * s + 1]);
     }
     // Row j of the panel has zeros before column j.
+    settle(X);
     open_products();
     multiply_columns<T, false>(U, X[0], stage, Shared::kFactors, kPanelBytes, 0, 0, lanes);
 #pragma unroll
@@ -745,32 +862,25 @@ __global__ void __launch_bounds__(ScanShape<KIND>::kThreads, ScanShape<KIND>::kM
       multiply_columns<T>(U, X[s], stage, Shared::kFactors, kPanelBytes, s, s, lanes);
     }
     close_products();
+    const float o_first[2] = {s_scale[0].back * u_scale[0].by, s_scale[1].back * u_scale[1].by};
+    const float o_last[2] = {u_scale[0].back, u_scale[1].back};
     if (LATE) {
       await_products<0>(U);
-      multiply_state(O, Shared::kQueries);
+      uint32_t left[K / 16][PARTS][4];
+#pragma unroll
+      for (int s = 0; s < K / 16; s++) pack_left<T>(left[s], S.s[2 * s], S.s[2 * s + 1]);
+      multiply_state(O, left, Shared::kQueries);
     }
     await_products<!LATE>(O);
-    drop(O, vectors + kChunk);
-    const float o_factor[2] = {s_scale[0].back * u_scale[0].by, s_scale[1].back * u_scale[1].by};
-#pragma unroll
-    for (int p = 0; p < 8; p++) {
-      const float2 w = *reinterpret_cast<const float2*>(vectors + kChunk + 8 * p + 2 * t);
-#pragma unroll
-      for (int e = 0; e < 4; e++) {
-        O[p][e] *= e & 1 ? w.y : w.x;
-        if constexpr (SCALED) O[p][e] *= o_factor[e >> 1];
-      }
+    scale_outputs(O, o_first);
+    if (!LATE) {
+      decay_state(LOWRANK ? 0.f : w_last);  // S has been packed, no product reads it
+      await_products<0>(U);
     }
-    if (!LATE) await_products<0>(U);
     uint32_t left[4][PARTS][4];
 #pragma unroll
     for (int s = 0; s < 4; s++) pack_left<T>(left[s], U[2 * s], U[2 * s + 1]);
-    open_products();
-#pragma unroll
-    for (int s = 0; s < 4; s++) {
-      multiply_rows<T>(O, left[s], stage, Shared::kMixing, kPanelBytes, s, s, lanes);
-    }
-    close_products();
+    mix(O, left);
     if (LOWRANK) {
       // The next chunk starts from the newest R updates alone, as the window stores them; D_n is
       // zero for the others.
@@ -793,66 +903,59 @@ __global__ void __launch_bounds__(ScanShape<KIND>::kThreads, ScanShape<KIND>::kM
       if (dtype == DType::bf16) round_pairs(bf16());
       if (dtype == DType::f16) round_pairs(f16());
       if (done + kChunk > length - news) {
-        // The newest of the sequence go into the window, behind what stays there.
+        // The newest of the sequence, tokens first to end of this chunk, go into the window behind
+        // what stays there.
         const Window& w = a.window;
-        const int64_t to = seq.row * w.su_p + hv * w.su_h + v0 + 16 * warp + g;
-        const int64_t entry = kept + done - (length - news);
+        const int64_t before = length - news - done;
+        const int first = before > 0 ? static_cast<int>(before) : 0;
+        const int end = length - done < kChunk ? static_cast<int>(length - done) : kChunk;
+        const int64_t to = seq.row * w.su_p + hv * w.su_h + v0 + 16 * warp;
+        const int entry = kept - static_cast<int>(before);  // of token 0
+        if (PARTS == 1 && dtype != DType::f32 && layout.window_vectors) {
+          // Through the values of this warp, as outputs.
+          unsigned char* const panel = stage_memory + Shared::kValues;
+          __syncwarp();
 #pragma unroll
-        for (int p = 0; p < 8; p++) {
+          for (int p = 0; p < 8; p += 2) {
+            uint32_t x[4];
 #pragma unroll
-          for (int e = 0; e < 4; e++) {
-            const int i = 8 * p + 2 * t + (e & 1);
-            if (done + i >= length - news && done + i < length) {
-              store_as(w.u, dtype, to + (entry + i) * w.su_r + 8 * (e >> 1),
-                       SCALED ? U[p][e] * u_scale[e >> 1].back : U[p][e]);
+            for (int m = 0; m < 4; m++) {
+              const float back = SCALED ? u_scale[m & 1].back : 1.f;
+              const float low = back * U[p + (m >> 1)][2 * (m & 1)];
+              const float high = back * U[p + (m >> 1)][2 * (m & 1) + 1];
+              x[m] = dtype == DType::bf16 ? pack_pair<bf16>(low, high) : pack_pair<f16>(low, high);
+            }
+            store_transposed(x, lane, [&](int l) {
+              return panel + panel_offset(8 * (p + (l >> 4)) + (l & 7), 2 * warp + ((l >> 3) & 1));
+            });
+          }
+          __syncwarp();
+          for (int i = 4 * first + lane; i < 4 * end; i += 32) {
+            const int token = i >> 2, part = i & 3;
+            *reinterpret_cast<uint2*>(static_cast<uint16_t*>(w.u) + to + (entry + token) * w.su_r +
+                                      4 * part) =
+                *reinterpret_cast<const uint2*>(
+                    panel + panel_offset(token, 2 * warp + (part >> 1)) + (part & 1) * 8);
+          }
+        } else {
+#pragma unroll
+          for (int p = 0; p < 8; p++) {
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+              const int token = 8 * p + 2 * t + (e & 1);
+              if (token >= first && token < end) {
+                const int64_t at = to + (entry + token) * w.su_r + g + 8 * (e >> 1);
+                store_as(w.u, dtype, at, SCALED ? U[p][e] * u_scale[e >> 1].back : U[p][e]);
+              }
             }
           }
         }
       }
     }
-    update(U, u_scale, LOWRANK ? 0.f : w_last, stage, vectors + 2 * kChunk, 4);
+    if (LATE) decay_state(LOWRANK ? 0.f : w_last);
+    update(U, u_scale, stage, vectors + 2 * kChunk, 4);
     await_products<1>(O);
-    if constexpr (SCALED) {
-#pragma unroll
-      for (int p = 0; p < 8; p++) {
-        float2 m = make_float2(1.f, 1.f);
-        if constexpr (PARTS == 2) {
-          m = *reinterpret_cast<const float2*>(vectors + 3 * kChunk + 8 * p + 2 * t);
-        }
-#pragma unroll
-        for (int e = 0; e < 4; e++) {
-          if constexpr (PARTS == 2) O[p][e] *= e & 1 ? m.y : m.x;
-          O[p][e] *= u_scale[e >> 1].back;
-        }
-      }
-    }
-    // Without helpers over the values of this warp, which nobody else reads.
-    unsigned char* const result =
-        HELPERS ? results + (c & 1) * kPanelBytes : stage_memory + Shared::kValues;
-    __syncwarp();
-    if constexpr (PARTS == 1) {
-#pragma unroll
-      for (int p = 0; p < 8; p += 2) {
-        uint32_t x[4];
-#pragma unroll
-        for (int m = 0; m < 4; m++) {
-          x[m] = pack_pair<T>(O[p + (m >> 1)][2 * (m & 1)], O[p + (m >> 1)][2 * (m & 1) + 1]);
-        }
-        store_transposed(x, lane, [&](int l) {
-          return result + panel_offset(8 * (p + (l >> 4)) + (l & 7), 2 * warp + ((l >> 3) & 1));
-        });
-      }
-    } else {
-#pragma unroll
-      for (int p = 0; p < 8; p++) {
-#pragma unroll
-        for (int e = 0; e < 4; e++) {
-          const int token = 8 * p + 2 * t + (e & 1), row = g + 8 * (e >> 1);
-          *reinterpret_cast<float*>(result + tile_offset(token, 4 * warp + (row >> 2)) +
-                                    (row & 3) * 4) = O[p][e];
-        }
-      }
-    }
+    put_outputs(O, o_last);
     if (!HELPERS) {
       __syncwarp();
       constexpr int OWN = OUT_PIECES / 4, AT_ONCE = 32 / OWN;  // pieces of this warp, tokens

@@ -242,6 +242,9 @@ __device__ __forceinline__ void compute_gates(const Gates& x, const RawGates& r,
   }
 }
 
+// A value that all lanes of a warp share, in a form that tells the compiler so.
+__device__ __forceinline__ int uniform(int x) { return __shfl_sync(kFullMask, x, 0); }
+
 // Sum over groups of LANES consecutive lanes; every lane gets it.
 template <int LANES = 32>
 __device__ __forceinline__ float lane_sum(float x) {

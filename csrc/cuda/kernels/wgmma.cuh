@@ -13,10 +13,26 @@
 namespace gdn {
 namespace cuda {
 
-// Products in flight: `open_products` after the last change of a register that they read or add to,
+// Products in flight: `settle` what they read or add to, so that nothing of it is computed behind
+// `open_products`; `open_products` after the last change of a register that they read or add to,
 // `close_products` behind a batch, `await_products` before its sums are read; it leaves PENDING
 // batches running. Where a warp multiplies alone nothing is ever in flight.
 #if GDN_WARPGROUP
+template <int N>
+__device__ __forceinline__ void settle(float (&c)[N][4]) {
+#pragma unroll
+  for (int i = 0; i < N; i++) {
+    asm volatile("" : "+f"(c[i][0]), "+f"(c[i][1]), "+f"(c[i][2]), "+f"(c[i][3])::"memory");
+  }
+}
+template <int N, int PARTS>
+__device__ __forceinline__ void settle(uint32_t (&a)[N][PARTS][4]) {
+#pragma unroll
+  for (int i = 0; i < N * PARTS; i++) {
+    uint32_t (&x)[4] = a[i / PARTS][i % PARTS];
+    asm volatile("" : "+r"(x[0]), "+r"(x[1]), "+r"(x[2]), "+r"(x[3])::"memory");
+  }
+}
 __device__ __forceinline__ void open_products() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
@@ -26,10 +42,7 @@ __device__ __forceinline__ void close_products() {
 template <int PENDING, int N>
 __device__ __forceinline__ void await_products(float (&c)[N][4]) {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
-#pragma unroll
-  for (int i = 0; i < N; i++) {
-    asm volatile("" : "+f"(c[i][0]), "+f"(c[i][1]), "+f"(c[i][2]), "+f"(c[i][3])::"memory");
-  }
+  settle(c);
 }
 // What threads wrote to shared memory becomes visible to the products after the next barrier.
 __device__ __forceinline__ void publish_shared() {
@@ -88,7 +101,9 @@ __device__ __forceinline__ void multiply_group(float (&c)[8][4], const uint32_t 
 }
 template <class T, int TRANSPOSED, bool ADD>
 __device__ __forceinline__ void multiply_group(float (&c)[16][4], const uint32_t (&a)[4],
-                                               uint64_t b){GDN_WGMMA(GDN_WGMMA_128)}
+                                               uint64_t b) {
+  GDN_WGMMA(GDN_WGMMA_128)
+}
 
 #undef GDN_ADDED
 #undef GDN_SET
@@ -98,6 +113,8 @@ __device__ __forceinline__ void multiply_group(float (&c)[16][4], const uint32_t
 #undef GDN_WGMMA_128
 #undef GDN_WGMMA
 #else
+template <class A>
+__device__ __forceinline__ void settle(A&) {}
 __device__ __forceinline__ void open_products() {}
 __device__ __forceinline__ void close_products() {}
 template <int PENDING, int N>
