@@ -9,7 +9,9 @@ every projection, norm, convolution, state update, attention over a full context
 and the embedding of the next token. One step is captured in a CUDA graph; before it is timed, a
 captured step of the first eight layers is compared with the same step run eagerly (all layers would
 need every cache twice). 8-bit weights have one scale an output channel, activations one a token,
-multiplied by torch's own scaled product.
+multiplied by torch's own scaled product, which sums in the tensor cores (`use_fast_accum`, as
+serving engines do). What stands between projections and layers is in model_kernels.py, each kernel
+compared with its plain form first.
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ from __future__ import annotations
 import argparse
 import statistics
 
+import model_kernels as between
 import torch
-import torch.nn.functional as F
 
 import gdn_ops  # noqa: F401  loads the library
 
@@ -29,49 +31,6 @@ QH, KH, AD, ROT = 24, 4, 256, 64
 CONV = 2 * H * D + HV * D
 GDN_IN = CONV + HV * D + 2 * HV
 ATT_IN = 2 * QH * AD + 2 * KH * AD
-FP8 = torch.float8_e4m3fn
-
-
-def _quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    scale = x.float().abs().amax(-1, keepdim=True).clamp(min=1e-6) / 448.0
-    return (x.float() / scale).to(FP8), scale
-
-
-def _norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    f = x.float()
-    return (f * torch.rsqrt(f.square().mean(-1, keepdim=True) + 1e-6) * weight).to(x.dtype)
-
-
-def _norm_quantize(x, weight):
-    return _quantize(_norm(x, weight))
-
-
-def _swiglu(x: torch.Tensor) -> torch.Tensor:
-    gate, up = x.chunk(2, dim=-1)
-    return F.silu(gate.float()).to(x.dtype) * up
-
-
-def _swiglu_quantize(x):
-    return _quantize(_swiglu(x))
-
-
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    turned, kept = x[..., :ROT].float(), x[..., ROT:]
-    a, b = turned.chunk(2, dim=-1)
-    turned = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
-    return torch.cat([turned.to(x.dtype), kept], -1)
-
-
-def _attention_inputs(projected, q_weight, k_weight, cos, sin):
-    B = projected.shape[0]
-    q, gate, k, v = projected.split([QH * AD, QH * AD, KH * AD, KH * AD], -1)
-    q = _rotate(_norm(q.view(B, QH, AD), q_weight), cos, sin)
-    k = _rotate(_norm(k.view(B, KH, AD), k_weight), cos, sin)
-    return q.view(B, KH, QH // KH, AD), gate, k, v.view(B, KH, AD)
-
-
-def _gate_output(o, gate):
-    return o * torch.sigmoid(gate.float()).to(o.dtype)
 
 
 class Linear:
@@ -81,8 +40,8 @@ class Linear:
         w = torch.randn(n_out, n_in, device="cuda", dtype=torch.bfloat16) * n_in**-0.5
         self.fp8 = fp8
         if fp8:
-            parts = [_quantize(p) for p in w.split(8192)]
-            self.w = torch.cat([p[0].view(torch.uint8) for p in parts]).view(FP8)
+            parts = [between.quantize_plain(p) for p in w.split(8192)]
+            self.w = torch.cat([p[0].view(torch.uint8) for p in parts]).view(between.FP8)
             self.scale = torch.cat([p[1] for p in parts]).T.contiguous()
         else:
             self.w = w
@@ -91,8 +50,9 @@ class Linear:
         if self.fp8:
             q, scale = x
             return torch._scaled_mm(
-                q, self.w.T, scale_a=scale, scale_b=self.scale, out_dtype=torch.bfloat16
-            )
+                q, self.w.T, scale_a=scale, scale_b=self.scale, out_dtype=torch.bfloat16,
+                use_fast_accum=True,
+            )  # fmt: skip
         return x @ self.w.T
 
 
@@ -100,11 +60,6 @@ class Model:
     def __init__(self, args: argparse.Namespace):
         self.B, self.L = args.batch, args.layers
         self.fp8, self.buffered = args.weights == "fp8", args.mode == "buffered"
-        fuse = torch.compile if args.compile else lambda f: f
-        self.norm = fuse(_norm_quantize if self.fp8 else _norm)
-        self.swiglu = fuse(_swiglu_quantize if self.fp8 else _swiglu)
-        self.quantize = fuse(_quantize) if self.fp8 else (lambda x: x)
-        self.attention_inputs, self.gate_output = fuse(_attention_inputs), fuse(_gate_output)
         B, R, P = self.B, args.window, self.B
         state = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}[args.state]
         window = torch.float32 if state == torch.float32 else torch.bfloat16
@@ -149,7 +104,7 @@ class Model:
         # The cache is a ring: a step writes one place and attends to the whole context.
         self.position = torch.zeros(1, dtype=torch.long, device="cuda")
         self.context = args.context
-        angle = torch.rand(1, 1, ROT // 2, device="cuda")
+        angle = torch.rand(ROT // 2, device="cuda")
         self.cos, self.sin = angle.cos(), angle.sin()
 
     def gdn(self, layer, projected):
@@ -164,21 +119,19 @@ class Model:
         return y.view(self.B, HV * D)
 
     def attend(self, layer, projected):
-        q, gate, k, v = self.attention_inputs(projected, *layer["qk_norm"], self.cos, self.sin)
-        for cache, new in zip(layer["kv"], (k, v), strict=True):
-            cache.index_copy_(2, self.position, new[:, :, None])
-        # The query heads of a key head are rows of one product: each key is read once.
-        o = F.scaled_dot_product_attention(q, *layer["kv"])
-        return self.gate_output(o.reshape(self.B, QH * AD), gate)
+        return between.attention(
+            projected, *layer["qk_norm"], self.cos, self.sin, *layer["kv"], self.position
+        )
 
     def step(self) -> torch.Tensor:
-        x = self.embedding[self.token]
+        x, more = self.embedding[self.token], None  # the residual stream is x + more
         for layer in self.layers:
-            projected = layer["in"](self.norm(x, layer["norms"][0]))
+            projected = layer["in"](between.norm(x, more, layer["norms"][0], self.fp8))
             y = self.attend(layer, projected) if layer["full"] else self.gdn(layer, projected)
-            x = x + layer["out"](self.quantize(y))
-            x = x + layer["down"](self.swiglu(layer["up"](self.norm(x, layer["norms"][1]))))
-        self.logits = self.head(self.norm(x, self.final_norm))
+            more = layer["out"](between.quantize(y) if self.fp8 else y)
+            hidden = between.norm(x, more, layer["norms"][1], self.fp8)
+            more = layer["down"](between.swiglu(layer["up"](hidden), self.fp8))
+        self.logits = self.head(between.norm(x, more, self.final_norm, self.fp8))
         self.token.copy_(self.logits.argmax(-1))
         self.position.copy_((self.position + 1) % self.context)
         return self.token
@@ -195,7 +148,7 @@ class Model:
     def only_projections(self):
         def inputs(n):
             x = torch.randn(self.B, n, device="cuda", dtype=torch.bfloat16)
-            return _quantize(x) if self.fp8 else x
+            return between.quantize(x) if self.fp8 else x
 
         by_size = {n: inputs(n) for n in (HIDDEN, INTER, HV * D)}
 
@@ -281,10 +234,10 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--layers", type=int, default=64)
     parser.add_argument("--steps", type=int, default=32)
-    parser.add_argument("--no-compile", dest="compile", action="store_false")
     args = parser.parse_args()
     args.window = args.window or (8 if args.state == "f32" else 16)
     torch.manual_seed(0)
+    between.check(HIDDEN, INTER, "cuda")
     model = Model(args)
     verify(model)
     graph = captured(model.step)
