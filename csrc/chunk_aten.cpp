@@ -84,7 +84,7 @@ Tensor gather(const Tensor& x, const Layout& layout, at::ScalarType dtype, int64
   return repeat == 1 ? y.contiguous() : y.repeat_interleave(repeat, 1);
 }
 
-// The inverse; value heads of one key head are summed.
+// The inverse, in the dtype of y; value heads of one key head are summed.
 Tensor scatter(const Tensor& y, const Layout& layout, const Tensor& like, int64_t repeat) {
   Tensor x = y;
   if (repeat > 1) x = x.view({y.size(0), y.size(1) / repeat, repeat, y.size(2), y.size(3)}).sum(2);
@@ -92,7 +92,7 @@ Tensor scatter(const Tensor& y, const Layout& layout, const Tensor& like, int64_
   const int64_t total = like.size(0) * like.size(1);
   Tensor flat = at::zeros({total + 1, x.size(1), x.size(2)}, x.options());
   flat.index_copy_(0, layout.tokens, x);
-  return flat.narrow(0, 0, total).reshape(like.sizes()).to(like.scalar_type()).contiguous();
+  return flat.narrow(0, 0, total).reshape(like.sizes());
 }
 
 Tensor inverse_norm(const Tensor& x) { return (x * x).sum(-1, true).add_(kL2Eps).rsqrt_(); }
@@ -324,7 +324,7 @@ std::tuple<Tensor, Tensor> chunk_forward_aten(const Tensor& q, const Tensor& k, 
   const Forward f = forward(x, q, k, v, g, beta, initial_state, scale, qk_l2norm);
   Tensor o = at::matmul(f.q, f.S).mul_(f.w * f.scale);
   o.add_(at::matmul(f.M, f.U));
-  return {scatter(o, x, v, 1), f.final_state.transpose(2, 3).contiguous()};
+  return {scatter(o, x, v, 1).contiguous(), f.final_state.transpose(2, 3).contiguous()};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> chunk_backward_aten(
@@ -335,43 +335,44 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> chunk_backward_aten(
               v.sizes(), ", got ", grad_o.sizes());
   check_shapes(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm, chunk_size);
   const Layout x = layout_of(q, cu_seqlens, chunk_size);
-  const int64_t H = q.size(2), ratio = v.size(2) / H;
-  if (!q.is_cpu() || H == 1) {
-    return backward(x, grad_o, grad_final_state, q, k, v, g, beta, initial_state, scale, qk_l2norm);
+  const int64_t H = q.size(2), HV = v.size(2), K = q.size(3), ratio = HV / H;
+  auto as = [](const Tensor& t, const Tensor& like) {
+    return t.to(like.scalar_type()).contiguous();
+  };
+  if (!q.is_cpu() || HV < at::get_num_threads()) {
+    auto [dq, dk, dv, dg, dbeta, d_initial] =
+        backward(x, grad_o, grad_final_state, q, k, v, g, beta, initial_state, scale, qk_l2norm);
+    return {as(dq, q), as(dk, k), as(dv, v), as(dg, g), as(dbeta, beta), d_initial};
   }
-  // Key head by key head: what one needs stays in the caches, and only as much of it is alive as
-  // there are threads. Each thread takes whole key heads if there are enough for all.
-  auto like = [](const Tensor& t) { return at::empty(t.sizes(), t.options()); };
-  const auto state_type = q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  Tensor dq = like(q), dk = like(k), dv = like(v), dg = like(g), dbeta = like(beta);
-  Tensor d_initial =
-      at::empty({x.N, v.size(2), v.size(3), q.size(3)}, q.options().dtype(state_type));
-  auto heads = [&](int64_t begin, int64_t end) {
+  // A value head a task: what it needs stays nearer the processor, and only as much of it is alive
+  // as there are threads.
+  const auto sums = q.options().dtype(q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
+  const Tensor dq = at::empty({q.size(0), q.size(1), HV, K}, sums), dk = at::empty_like(dq);
+  Tensor dv = at::empty(v.sizes(), v.options()), dg = at::empty(g.sizes(), g.options());
+  Tensor dbeta = at::empty(beta.sizes(), beta.options());
+  Tensor d_initial = at::empty({x.N, HV, v.size(3), K}, sums);
+  at::parallel_for(0, HV, 1, [&](int64_t begin, int64_t end) {
     // A thread of the pool does not know that the caller is below autograd.
     const at::AutoDispatchBelowADInplaceOrView guard;
     for (int64_t h = begin; h < end; ++h) {
-      auto key = [&](const Tensor& t) { return t.narrow(2, h, 1); };
-      auto value = [&](const Tensor& t) { return t.narrow(2, h * ratio, ratio); };
+      auto key = [&](const Tensor& t) { return t.narrow(2, h / ratio, 1); };
+      auto value = [&](const Tensor& t) { return t.narrow(2, h, 1); };
       auto state = [&](const OptTensor& t) {
-        return t ? OptTensor(t->narrow(1, h * ratio, ratio)) : OptTensor();
+        return t ? OptTensor(t->narrow(1, h, 1)) : OptTensor();
       };
       const auto [q_, k_, v_, g_, beta_, initial_] =
           backward(x, value(grad_o), state(grad_final_state), key(q), key(k), value(v), value(g),
                    value(beta), state(initial_state), scale, qk_l2norm);
-      key(dq).copy_(q_);
-      key(dk).copy_(k_);
+      value(dq).copy_(q_);
+      value(dk).copy_(k_);
       value(dv).copy_(v_);
       value(dg).copy_(g_);
       value(dbeta).copy_(beta_);
-      d_initial.narrow(1, h * ratio, ratio).copy_(initial_);
+      d_initial.narrow(1, h, 1).copy_(initial_);
     }
-  };
-  if (H < at::get_num_threads()) {
-    heads(0, H);
-  } else {
-    at::parallel_for(0, H, 1, heads);
-  }
-  return {dq, dk, dv, dg, dbeta, d_initial};
+  });
+  auto key_heads = [&](const Tensor& t) { return t.unflatten(2, {H, ratio}).sum(3); };
+  return {as(key_heads(dq), q), as(key_heads(dk), k), dv, dg, dbeta, d_initial};
 }
 
 }  // namespace gdn

@@ -9,6 +9,8 @@ import sys
 import pytest
 import torch
 
+import gdn_ops  # noqa: F401 - loads the ops
+
 ALL = ("scalar", "avx2", "avx512", "avx512bf16", "amx", "neon")
 SUITES = ["test_recurrent.py", "test_conv.py", "test_gates.py", "test_norm.py", "test_decode.py"]
 # Of the families that take long, the tests that reach every kernel: all dtypes, whole and cut
