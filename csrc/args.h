@@ -134,6 +134,16 @@ struct ConvArgs {
   bool silu = false;
 };
 
+// y [M, N] = x [M, K] W^T with W [N, K], bf16 or f16; rows are contiguous, y throughout.
+struct LinearArgs {
+  int64_t M = 0, N = 0, K = 0;
+  const void* x = nullptr;
+  const void* w = nullptr;
+  void* y = nullptr;
+  DType dtype = DType::bf16;
+  int64_t s_x = 0, s_w = 0;
+};
+
 // conv + SiLU + split + gating (+ l2norm) in one pass.
 struct ConvGatingArgs {
   ConvArgs conv;  // x = mixed_qkv; y unused

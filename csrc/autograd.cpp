@@ -236,13 +236,31 @@ std::tuple<Tensor, Tensor> conv1d(const Tensor& x, const Tensor& weight, const O
   return {out[0], out[1]};
 }
 
+// --- linear: torch's product where a gradient is asked for
+
+Tensor torch_linear(const Tensor& x, const Tensor& weight) { return at::linear(x, weight); }
+
+Tensor linear(const Tensor& x, const Tensor& weight) {
+  const bool grad = at::GradMode::is_enabled() && (x.requires_grad() || weight.requires_grad());
+  if (grad || x._fw_grad(0).defined() || weight._fw_grad(0).defined()) {
+    return torch_linear(x, weight);
+  }
+  at::AutoDispatchBelowADInplaceOrView below;
+  static auto call = op<Tensor(const Tensor&, const Tensor&)>("gdn::linear");
+  return call.call(x, weight);
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(gdn, Autograd, m) {
+  m.impl("linear", &linear);
   m.impl("gating", &gating);
   m.impl("gated_rms_norm", &gated_rms_norm);
   m.impl("conv1d", &conv1d);
 }
+
+// Where a backend has no kernel of its own.
+TORCH_LIBRARY_IMPL(gdn, CompositeExplicitAutograd, m) { m.impl("linear", &torch_linear); }
 
 TORCH_LIBRARY_IMPL(gdn, CompositeImplicitAutograd, m) {
   m.impl("gating_backward", &gating_backward);

@@ -728,6 +728,29 @@ NormArgs norm_args(const char* op, const at::Tensor& x, const at::Tensor& gate,
   return n;
 }
 
+LinearArgs linear_args(const char* op, const at::Tensor& x, const at::Tensor& weight, bool* plain) {
+  TORCH_CHECK(x.dim() >= 1, op, ": x: expected shape [..., K], got a scalar");
+  check_dim(op, "weight", weight, 2, "[N, K]");
+  check_size(op, "weight", weight, 1, x.size(-1), "K");
+  check_device(op, "weight", weight, x);
+  TORCH_CHECK(weight.scalar_type() == x.scalar_type(), op, ": weight: expected the dtype of x, ",
+              x.scalar_type(), ", got ", weight.scalar_type());
+  LinearArgs a;
+  a.K = x.size(-1);
+  a.N = weight.size(0);
+  a.M = a.K > 0 ? x.numel() / a.K : 0;
+  a.s_x = a.K;
+  a.s_w = weight.stride(0);
+  *plain = (x.scalar_type() == at::kBFloat16 || x.scalar_type() == at::kHalf) && a.M > 0 &&
+           a.N > 0 && unit_stride(x, x.dim() - 1) && unit_stride(weight, 1) &&
+           one_stride(x, x.dim() - 1, &a.s_x);
+  if (!*plain) return a;
+  a.dtype = dtype_of(op, "x", x);
+  a.x = x.data_ptr();
+  a.w = weight.data_ptr();
+  return a;
+}
+
 DecodeArgs decode_args(const char* op, const DecodeTensors& t, int64_t num_k_heads,
                        int64_t head_k_dim, const SeqTensors& seq, std::optional<double> scale,
                        bool qk_l2norm, double eps, const std::string& activation,

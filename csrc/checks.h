@@ -88,6 +88,10 @@ ConvGatingArgs conv_gating_args(const char* op, const at::Tensor& mixed_qkv, con
 NormArgs norm_args(const char* op, const at::Tensor& x, const at::Tensor& gate,
                    const at::Tensor& weight, double eps);
 
+// x [..., K], weight [N, K] of one dtype; the caller sets `y`. `plain`: whether the kernels can run
+// it (16 bits, rows contiguous and of one stride).
+LinearArgs linear_args(const char* op, const at::Tensor& x, const at::Tensor& weight, bool* plain);
+
 struct DecodeTensors {
   const at::Tensor &projected, &conv_weight;
   const OptTensor& conv_bias;

@@ -97,6 +97,9 @@ TORCH_LIBRARY(gdn, m) {
       "gated_rms_norm_backward(Tensor grad_y, Tensor x, Tensor gate, Tensor weight, float eps) "
       "-> (Tensor dx, Tensor dgate, Tensor dweight)");
 
+  // --- the projections around it, for the few tokens of a decode step
+  m.def("linear(Tensor x, Tensor weight) -> Tensor");
+
   // --- the layer between its two projections
   m.def("decode(" GDN_DECODE_PARAMS ", Tensor(a!) conv_state, Tensor(b!) state, " GDN_DECODE_TAIL
         ") -> Tensor");

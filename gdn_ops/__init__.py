@@ -20,6 +20,7 @@ from gdn_ops.ops.chunk import chunk, chunk_lowrank, chunk_prefill  # noqa: E402
 from gdn_ops.ops.conv import conv1d, conv_gating, short_conv  # noqa: E402
 from gdn_ops.ops.decode import decode  # noqa: E402
 from gdn_ops.ops.gates import gating  # noqa: E402
+from gdn_ops.ops.linear import linear  # noqa: E402
 from gdn_ops.ops.norm import gated_rms_norm  # noqa: E402
 from gdn_ops.ops.recurrent import recurrent, recurrent_gated  # noqa: E402
 from gdn_ops.ops.windows import (  # noqa: E402
@@ -62,6 +63,7 @@ __all__ = [
     "gated_rms_norm",
     "gating",
     "get_precision",
+    "linear",
     "recurrent",
     "recurrent_buffered",
     "recurrent_gated",

@@ -418,5 +418,11 @@ def _dispatch(cls: type, func: Any, types: Any, args: tuple, kwargs: dict | None
         return tuple(map(call.wrap, call.rule.outputs, result))
 
 
+def _linear(func, types, args=(), kwargs=None):
+    """Torch's own product, which has its own rules."""
+    return torch.nn.functional.linear(*args, **(kwargs or {}))
+
+
+library.register_torch_dispatch("gdn::linear", DTensor, _linear)
 for _name in _RULES:
     library.register_torch_dispatch(f"gdn::{_name}", DTensor, _dispatch)

@@ -170,7 +170,7 @@ def local(parameter: Tensor | None) -> Tensor | None:
 
     Ranks hold different heads, so the gradient of a replicated parameter is the sum over them.
     """
-    if not hasattr(parameter, "to_local"):
+    if type(parameter) is nn.Parameter or not hasattr(parameter, "to_local"):
         return parameter
     from torch.distributed.tensor import Partial, Replicate
 
@@ -178,6 +178,27 @@ def local(parameter: Tensor | None) -> Tensor | None:
     grads = [Partial() if isinstance(p, Replicate) else p for p in placements]
     # Going from a placement to itself moves nothing; going back, it reduces the gradient.
     return parameter.redistribute(placements=placements).to_local(grad_placements=grads)
+
+
+def is_plain(linear: nn.Module) -> bool:
+    """Whether calling ``linear`` is nothing but a product with its weight."""
+    if type(linear) is not nn.Linear or "forward" in linear.__dict__:
+        return False
+    if linear._forward_hooks or linear._forward_pre_hooks:
+        return False
+    return linear.bias is None and type(linear.weight) is nn.Parameter
+
+
+# Dtypes whose products of a few rows :func:`gdn_ops.linear` is faster at.
+HALVES = (torch.bfloat16, torch.float16)
+
+
+def project(linear: nn.Module, x: Tensor) -> Tensor:
+    """``linear(x)``, by :func:`gdn_ops.linear` where that is the same."""
+    # Another dtype than the weight's is for autocast to sort out.
+    if x.is_cpu and x.dtype in HALVES and is_plain(linear) and linear.weight.dtype == x.dtype:
+        return _ops.linear.default(x, linear.weight)
+    return linear(x)
 
 
 class Mixer(NamedTuple):
@@ -413,10 +434,10 @@ class GatedDeltaNet(nn.Module):
         if reason := missing(self.state_mode, x.device.type):
             raise NotImplementedError(f"GatedDeltaNet: {reason}")
         y = mix(
-            self.in_proj(x), self.mixer, states, *sequences, state_mode=self.state_mode,
+            project(self.in_proj, x), self.mixer, states, *sequences, state_mode=self.state_mode,
             decode=decode,
         )  # fmt: skip
-        return self.out_proj(y)
+        return project(self.out_proj, y)
 
     def prefill(
         self,

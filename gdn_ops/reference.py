@@ -24,6 +24,7 @@ __all__ = [
     "decode_buffered",
     "decode_lowrank",
     "gated_rms_norm",
+    "linear",
     "gating",
     "l2norm",
     "recurrent",
@@ -273,6 +274,11 @@ def conv_gating(
             g[row, start:end] = 0
             beta[row, start:end] = 0
     return q, k, v, g, beta, pool
+
+
+def linear(x: Tensor, weight: Tensor, *, dtype: torch.dtype = torch.float64) -> Tensor:
+    """``x @ weight.T``."""
+    return x.to(dtype) @ weight.to(dtype).T
 
 
 def gated_rms_norm(

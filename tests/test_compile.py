@@ -41,7 +41,8 @@ def allocations(code: str) -> set[int]:
 
 
 def gemms(code: str) -> int:
-    return len(re.findall(r"extern_kernels\.(?:mm|addmm|bmm|baddbmm)\(|\w*mkl\w*linear\w*\(", code))
+    torchs = r"extern_kernels\.(?:mm|addmm|bmm|baddbmm)\(|\w*mkl\w*linear\w*\("
+    return len(re.findall(torchs, code)) + code.count("torch.ops.gdn.linear.default(")
 
 
 def copied(code: str, pools) -> list[tuple[int, ...]]:
@@ -348,7 +349,9 @@ def model(request):
     import gdn_ops
     from gdn_ops.hf.tiny import tiny_model
 
-    return gdn_ops.patch(tiny_model(request.param, head_dim=16))
+    # One layer of each kind: Inductor takes half a minute for a model of four.
+    kinds = ["linear_attention", "full_attention"]
+    return gdn_ops.patch(tiny_model(request.param, head_dim=16, layers=2, layer_types=kinds))
 
 
 def prefilled(model, batch: int):
@@ -375,6 +378,25 @@ def test_patched_layer_decode(model):
         ours.recurrent_states[0], theirs.recurrent_states[0], rtol=1e-5, atol=1e-6
     )
     assert len(code) == 1 and gemms(code[0]) == 2
+    assert copied(code[0], [ours.recurrent_states[0], ours.conv_states[0]]) == []
+
+
+def test_patched_layer_decode_in_bfloat16(model):
+    """The same two products are then gdn.linear, the cache's pools still their own."""
+    import transformers
+
+    layer = copy.deepcopy(model.model.layers[0].linear_attn).bfloat16()
+    name = layer.gdn_cache_argument
+    cache = transformers.DynamicCache(config=model.config)
+    layer(torch.randn(4, 5, 64).bfloat16(), **{name: cache})
+    twin = copy.deepcopy(cache)
+    x = torch.randn(4, 1, 64).bfloat16()
+    compiled = torch.compile(lambda x, cache: layer(x, **{name: cache}), fullgraph=True)
+    got, code = run_and_get_code(compiled, x, cache)
+    assert torch.equal(got, layer(x, **{name: twin}))
+    ours = cache.layers[0]
+    assert torch.equal(ours.recurrent_states[0], twin.layers[0].recurrent_states[0])
+    assert len(code) == 1 and gemms(code[0]) == code[0].count("torch.ops.gdn.linear.default(") == 2
     assert copied(code[0], [ours.recurrent_states[0], ours.conv_states[0]]) == []
 
 

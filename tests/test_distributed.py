@@ -66,6 +66,7 @@ def test_every_op_and_argument_has_a_rule():
         and not s.name.startswith("gdn::paged_")
     }
     del schemas["sweep"]  # of the benchmarks
+    del schemas["linear"]  # torch's own product, and torch's own rule
     assert set(schemas) == set(distributed._RULES)
     for op, schema in schemas.items():
         rule = distributed._RULES[op]

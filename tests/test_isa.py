@@ -12,7 +12,8 @@ import torch
 import gdn_ops  # noqa: F401 - loads the ops
 
 ALL = ("scalar", "avx2", "avx512", "avx512bf16", "amx", "neon")
-SUITES = ["test_recurrent.py", "test_conv.py", "test_gates.py", "test_norm.py", "test_decode.py"]
+SUITES = ["test_recurrent.py", "test_conv.py", "test_gates.py", "test_norm.py", "test_decode.py",
+          "test_linear.py"]  # fmt: skip
 # Of the families that take long, the tests that reach every kernel: all dtypes, whole and cut
 # tiles, extreme gates, both layouts of a pool.
 SUITES += [

@@ -40,6 +40,7 @@ def samples():
             yield "conv_gating", args, dict(state_indices=rows, qk_l2norm=True)
             heads = z.unflatten(-1, (HV, V))
             yield "gated_rms_norm", (heads, heads, layer["norm_weight"]), {}
+            yield "linear", (mixed, torch.randn(24, C, dtype=dtype)), {}
             args = (*[layer[n] for n in LAYER], pool, state, H, K)
             yield "decode", args, dict(state_indices=rows)
             if B == 3:
@@ -55,7 +56,7 @@ def samples():
 
 @pytest.mark.parametrize(
     "name", ["recurrent", "recurrent_gated", "gating", "short_conv", "conv1d", "conv_gating",
-             "gated_rms_norm", "decode"],
+             "gated_rms_norm", "linear", "decode"],
 )  # fmt: skip
 def test_opcheck(name):
     count = 0

@@ -37,6 +37,8 @@ struct Kernels {
   void (*decode_window)(const DecodeArgs&, const Parallel&);
   void (*chunk)(const ChunkArgs&, const Parallel&);
   void (*chunk_lowrank)(const ChunkArgs&, const Parallel&);
+  void (*linear)(const LinearArgs&, const Parallel&);
+  int64_t linear_limit[3];  // by DType: rows of x up to which `linear` beats torch's product
 };
 
 // Every level compiled in, best first; the last one runs anywhere.

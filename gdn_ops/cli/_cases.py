@@ -142,6 +142,15 @@ def gated_rms_norm(s: Setting) -> Compared:
     yield "output", gdn_ops.gated_rms_norm(x.v, x.z, x.norm_weight), want
 
 
+def linear(s: Setting) -> Compared:
+    gen = s.generator
+    for rows, columns in ((s.N, 96), (1, 96), (s.N, 83)):
+        x = torch.randn(rows, columns, generator=gen).to(s.activation)
+        weight = (torch.randn(s.C, columns, generator=gen) / columns**0.5).to(s.activation)
+        what = f"{rows} x {columns}"
+        yield what, gdn_ops.linear(x, weight), reference.linear(x, weight)
+
+
 def decode(s: Setting, T: int = 1) -> Compared:
     x = Inputs(s, T)
     args = (
@@ -262,6 +271,7 @@ CASES: dict[str, tuple[Callable[[Setting], Compared], ...]] = {
     "conv1d": (conv1d,),
     "conv_gating": (conv_gating,),
     "gated_rms_norm": (gated_rms_norm,),
+    "linear": (linear,),
     "decode": (decode,),
     "recurrent_buffered": (recurrent_buffered,),
     "recurrent_lowrank": (recurrent_lowrank,),
@@ -275,6 +285,6 @@ CASES: dict[str, tuple[Callable[[Setting], Compared], ...]] = {
 }
 # Ops that keep no recurrent state: its dtype and the precision mode do not touch them.
 STATELESS = {
-    "gating", "short_conv", "conv1d", "conv_gating", "gated_rms_norm", "recurrent_lowrank",
-    "decode_lowrank", "chunk", "chunk_lowrank",
+    "gating", "short_conv", "conv1d", "conv_gating", "gated_rms_norm", "linear",
+    "recurrent_lowrank", "decode_lowrank", "chunk", "chunk_lowrank",
 }  # fmt: skip

@@ -40,16 +40,8 @@ def _announce(layer: str, reason: str) -> bool:
     return True
 
 
-def _is_plain(linear: nn.Module) -> bool:
-    """Whether calling ``linear`` is nothing but a product with its weight."""
-    return (
-        type(linear) is nn.Linear
-        and linear.bias is None
-        and type(linear.weight) is nn.Parameter
-        and linear.weight.dtype in DTYPES
-        and linear.weight.device.type != "meta"
-        and not (linear._forward_hooks or linear._forward_pre_hooks or "forward" in vars(linear))
-    )
+def _is_packable(linear: nn.Module, weight: Tensor) -> bool:
+    return layers.is_plain(linear) and weight.dtype in DTYPES and not weight.is_meta
 
 
 def _after_load(module: nn.Module, incompatible_keys: Any) -> None:
@@ -62,6 +54,7 @@ class PatchedGatedDeltaNet:
     gdn_base: ClassVar[type[nn.Module]]
     gdn_cache_argument: ClassVar[str]
     gdn_projections: ClassVar[tuple[str, ...]]
+    gdn_reorders: ClassVar[bool] = False  # whether gdn_rows is not None
 
     gdn_state_mode = "full"
     gdn_window = 16
@@ -106,13 +99,11 @@ class PatchedGatedDeltaNet:
         super().__setstate__(state)
         self._gdn_adopt()
 
-    def _gdn_fingerprint(self) -> tuple[tuple[int, int], ...]:
+    def _gdn_fingerprint(self, weights: list[Tensor]) -> list[tuple[int, int]]:
         """Changes when a weight moves or, for a copy of them, when one is written."""
-        if self.gdn_rows() is None:
-            return tuple((w.data_ptr(), 0) for w in self._gdn_weights())
-        return tuple(
-            (w.data_ptr(), 0 if w.is_inference() else w._version) for w in self._gdn_weights()
-        )
+        if not self.gdn_reorders:
+            return [(w.data_ptr(), 0) for w in weights]
+        return [(w.data_ptr(), 0 if w.is_inference() else w._version) for w in weights]
 
     def gdn_refresh(self) -> None:
         """Bring the packed projection up to date with the parameters.
@@ -131,16 +122,18 @@ class PatchedGatedDeltaNet:
         forward pass and rewritten behind our back. They are used one by one until the next ``to``,
         ``load_state_dict`` or ``gdn_refresh``.
         """
-        weights = self._gdn_weights()
+        # Every eager step comes through here: one look at each attribute of a module.
+        linears = [getattr(self, name) for name in self.gdn_projections]
+        weights = [linear.weight for linear in linears]
         known = self._gdn_known is not None and all(
             seen() is w for seen, w in zip(self._gdn_known, weights, strict=True)
         )
         if not known:
             self._gdn_known = None
-        if not known or not all(_is_plain(getattr(self, name)) for name in self.gdn_projections):
+        if not known or not all(map(_is_packable, linears, weights)):
             self.gdn_packed = None
             return
-        if self.gdn_packed is not None and self._gdn_packed_from == self._gdn_fingerprint():
+        if self.gdn_packed is not None and self._gdn_packed_from == self._gdn_fingerprint(weights):
             return
         if len({(w.dtype, w.device) for w in weights}) > 1:
             self.gdn_packed = None
@@ -156,7 +149,7 @@ class PatchedGatedDeltaNet:
             else:
                 packed = packed[rows.to(packed.device)]
         self.gdn_packed = packed
-        self._gdn_packed_from = self._gdn_fingerprint()
+        self._gdn_packed_from = self._gdn_fingerprint(weights)
 
     def train(self, mode: bool = True) -> nn.Module:
         super().train(mode)
@@ -173,8 +166,15 @@ class PatchedGatedDeltaNet:
 
     def _gdn_project(self, hidden_states: Tensor, packed: bool) -> Tensor:
         """``[B, T, D]``, columns qkv | z | b | a."""
-        if packed and self.gdn_packed is not None:
-            return F.linear(hidden_states, self.gdn_packed)
+        weight = self.gdn_packed if packed else None
+        if weight is not None:
+            if (
+                hidden_states.is_cpu
+                and weight.dtype in layers.HALVES
+                and hidden_states.dtype == weight.dtype
+            ):
+                return torch.ops.gdn.linear.default(hidden_states, weight)
+            return F.linear(hidden_states, weight)
         parts = [getattr(self, name)(hidden_states) for name in self.gdn_projections]
         projected = torch.cat(parts, dim=-1)
         rows = self.gdn_rows()
@@ -182,7 +182,11 @@ class PatchedGatedDeltaNet:
 
     # --- when transformers must run instead
 
-    def gdn_unsupported(self) -> str | None:
+    def _gdn_parameters(self) -> tuple[Tensor, ...]:
+        """A_log, dt_bias, and the weights of convolution and norm."""
+        return self.A_log, self.dt_bias, self.conv1d.weight, self.norm.weight
+
+    def gdn_unsupported(self, parameters: tuple[Tensor, ...] | None = None) -> str | None:
         """Why this layer can never run on the ops as it stands, or None."""
         if self.activation not in ("silu", "swish"):
             return f"activation {self.activation!r} is not silu"
@@ -194,20 +198,26 @@ class PatchedGatedDeltaNet:
             return f"{self.num_v_heads} value heads are no multiple of {self.num_k_heads} key heads"
         if not 1 <= self.conv_kernel_size <= 8:
             return f"convolution width {self.conv_kernel_size} is outside 1 to 8"
-        for parameter in (self.A_log, self.dt_bias, self.conv1d.weight, self.norm.weight):
+        parameters = parameters or self._gdn_parameters()
+        for parameter in parameters:
             if parameter.dtype not in DTYPES:
                 return f"parameters are {parameter.dtype}"
-        return layers.missing(self.gdn_state_mode, self.A_log.device.type)
+        return layers.missing(self.gdn_state_mode, parameters[0].device.type)
 
     def gdn_fallback(
-        self, hidden_states: Tensor, layer: Any, kwargs: dict[str, Any], needs_grad: bool
+        self,
+        hidden_states: Tensor,
+        layer: Any,
+        kwargs: dict[str, Any],
+        needs_grad: bool,
+        parameters: tuple[Tensor, ...],
     ) -> str | None:
         """Why this call cannot run on the ops, or None."""
-        if (reason := self.gdn_unsupported()) is not None:
+        if (reason := self.gdn_unsupported(parameters)) is not None:
             return reason
         if hidden_states.dtype not in DTYPES:
             return f"hidden states are {hidden_states.dtype}"
-        for parameter in (self.A_log, self.dt_bias, self.conv1d.weight, self.norm.weight):
+        for parameter in parameters:
             if parameter.device != hidden_states.device:
                 return "parameters and hidden states are on different devices (offloading)"
         history = layer is not None and layer.has_previous_state[0]
@@ -245,7 +255,8 @@ class PatchedGatedDeltaNet:
         needs_grad = torch.is_grad_enabled() and (
             hidden_states.requires_grad or any(p.requires_grad for p in self.parameters())
         )
-        reason = self.gdn_fallback(hidden_states, layer, kwargs, needs_grad)
+        parameters = self._gdn_parameters()
+        reason = self.gdn_fallback(hidden_states, layer, kwargs, needs_grad, parameters)
         if reason is not None:
             _announce(type(self).__name__, reason)
             self._gdn_fold(layer)
@@ -257,13 +268,14 @@ class PatchedGatedDeltaNet:
         if attention_mask is not None:
             masked = hidden_states * attention_mask[:, :, None]
             hidden_states = masked.to(hidden_states.dtype)
+        A_log, dt_bias, conv_weight, norm_weight = parameters
         mixer = layers.Mixer(
             layers.Heads(self.num_k_heads, self.num_v_heads, self.head_k_dim, self.head_v_dim),
-            layers.local(self.conv1d.weight).squeeze(1),
+            layers.local(conv_weight).squeeze(1),
             layers.local(self.conv1d.bias),
-            layers.local(self.A_log),
-            layers.local(self.dt_bias),
-            layers.local(self.norm.weight),
+            layers.local(A_log),
+            layers.local(dt_bias),
+            layers.local(norm_weight),
             self.norm.variance_epsilon,
         )
         projected = self._gdn_project(hidden_states, packed=not needs_grad)
@@ -271,7 +283,7 @@ class PatchedGatedDeltaNet:
             y = self._gdn_continue(projected, mixer, layer)
         else:
             y = self._gdn_start(projected, mixer, cache, kwargs.get("cu_seq_lens_q"), needs_grad)
-        return self.out_proj(y)
+        return layers.project(self.out_proj, y)
 
     def _gdn_start(
         self,
@@ -376,6 +388,7 @@ class GdnOpsQwen3NextGatedDeltaNet(PatchedGatedDeltaNet, Qwen3NextGatedDeltaNet)
     gdn_base = Qwen3NextGatedDeltaNet
     gdn_cache_argument = cache_argument(Qwen3NextGatedDeltaNet)
     gdn_projections = ("in_proj_qkvz", "in_proj_ba")
+    gdn_reorders = True
 
     def gdn_rows(self) -> Tensor:
         """The checkpoint groups rows by key head: q, k, its values, its z; then b and a alike."""

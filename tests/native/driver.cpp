@@ -626,6 +626,23 @@ Kernel build_norm(Case& c) {
   return [a](const cpu::Kernels& k, const cpu::Parallel& p) { k.gated_rms_norm(*a, p); };
 }
 
+Kernel build_linear(Case& c) {
+  auto a = std::make_shared<LinearArgs>();
+  a->dtype = c.rng.chance(0.7) ? DType::bf16 : DType::f16;
+  a->M = c.rng.between(1, 40);
+  a->N = c.rng.between(1, 90);
+  a->K = c.rng.chance(0.5) ? 32 * c.rng.between(1, 20) : c.rng.between(1, 700);
+  auto rows = [&](const char* name, int64_t n, int64_t& stride) {
+    const std::vector<int64_t> sizes{n, a->K}, s = c.strides(sizes, 1);
+    stride = s[0];
+    return c.tensor(name, a->dtype, sizes, s, false, [&] { return c.rng.normal(); });
+  };
+  a->x = rows("x", a->M, a->s_x);
+  a->w = rows("weight", a->N, a->s_w);
+  a->y = c.output("y", a->dtype, 1, 1, a->M, a->N).ptr;
+  return [a](const cpu::Kernels& k, const cpu::Parallel& p) { k.linear(*a, p); };
+}
+
 Kernel build_decode_of(Case& c, bool window) {
   auto a = std::make_shared<DecodeArgs>();
   RecurrentArgs& r = a->recurrent;
@@ -687,6 +704,7 @@ const std::map<std::string, Kernel (*)(Case&)> kBuilders = {
     {"short_conv", build_short_conv},       {"conv_gating", build_conv_gating},
     {"gated_rms_norm", build_norm},         {"decode", build_decode},
     {"decode_window", build_decode_window}, {"sweep", build_sweep},
+    {"linear", build_linear},
 };
 
 // Threads of this call only, so that a thread sanitizer sees every one begin and end.

@@ -10,6 +10,7 @@
 #include "windows.h"
 #include "tiles.h"
 #include "chunk.h"
+#include "linear.h"
 
 #define GDN_STRINGIFY_(x) #x
 #define GDN_STRINGIFY(x) GDN_STRINGIFY_(x)
@@ -31,4 +32,6 @@ const Kernels table = {
     decode_window,
     chunk,
     chunk_lowrank,
+    linear,
+    GDN_LINEAR_LIMIT,
 };

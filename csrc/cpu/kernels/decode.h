@@ -12,7 +12,10 @@ struct DecodeHead {
   int64_t ratio;
 
   // Convolution of the key head's channels: taps in, kq out. v rows go to `v` [ratio][T][kMaxRow].
-  void inputs(const Sequence& seq, int64_t hk, Taps& taps, KeyQuery* kq, float* v) const {
+  // between(i) runs before each of the 2 + ratio groups of channels.
+  template <class Between>
+  void inputs(const Sequence& seq, int64_t hk, Taps& taps, KeyQuery* kq, float* v,
+              Between between) const {
     const ConvArgs& conv = a.front.conv;
     const int64_t H = a.front.H, K = a.front.K, V = a.front.V;
     const int64_t T = seq.end - seq.start;
@@ -22,15 +25,22 @@ struct DecodeHead {
         std::memcpy(row_of(t - seq.start), y, sizeof(float) * padded(n_row));
       });
     };
+    between(0);
     run(hk * K, K, [&](int64_t j) { return kq[j].q; });
+    between(1);
     run((H + hk) * K, K, [&](int64_t j) { return kq[j].k; });
     for (int64_t j = 0; j < T; ++j) {
       finish_key_query(kq[j], K, a.front.l2norm, a.recurrent.fast);
     }
     for (int64_t i = 0; i < ratio; ++i) {
+      between(2 + i);
       run(2 * H * K + (hk * ratio + i) * V, V,
           [&](int64_t j) { return v + (i * T + j) * kMaxRow; });
     }
+  }
+
+  void inputs(const Sequence& seq, int64_t hk, Taps& taps, KeyQuery* kq, float* v) const {
+    inputs(seq, hk, taps, kq, v, [](int64_t) {});
   }
 
   // Gated norm of one output row, from f32 to the output tensor.
@@ -61,6 +71,9 @@ GDN_INLINE Sequence conv_sequence(const DecodeArgs& a, int64_t n) {
   return sequence_of(a.front.conv.seqs, n, 0);
 }
 
+// Bytes of state asked for during a key head's convolution.
+constexpr int64_t kStateAhead = 32 * 1024;
+
 template <class T>
 static void decode_typed(const DecodeArgs& a, const Parallel& parallel) {
   const RecurrentArgs& r = a.recurrent;
@@ -82,6 +95,10 @@ static void decode_typed(const DecodeArgs& a, const Parallel& parallel) {
     recurrent_rows<T>(r.state, r.seqs, seq, {n, h, first, rows}, r.K, source, sink, next);
   };
 
+  // A head's rows of state in the order in which the recurrence walks over them.
+  const bool dense = r.state.s_k == 1 && r.state.s_v == r.K;
+  const int64_t whole = r.V * r.K * sizeof(T), asked = kPrefetchRows * r.K * sizeof(T);
+
   const bool split = tasks < 4 * parallel.threads && tasks % parallel.threads != 0;
   if (!split) {
     auto body = [&](int64_t begin, int64_t end) {
@@ -99,7 +116,16 @@ static void decode_typed(const DecodeArgs& a, const Parallel& parallel) {
           head.zeros(seq, hk);
           continue;
         }
-        head.inputs(conv, hk, taps, kq, v);
+        // The state keeps coming while the convolution computes: behind the rows that the head
+        // before asked for, as much as arrives meanwhile.
+        const char* rows = reinterpret_cast<const char*>(head_of<T>(r.state, seq.row, hk * ratio));
+        head.inputs(conv, hk, taps, kq, v, [&](int64_t i) {
+          const int64_t part = kStateAhead / (2 + ratio) / 64 * 64;
+          const int64_t first = i * part + (task > begin ? asked : 0);
+          for (int64_t byte = first; dense && byte < first + part && byte < whole; byte += 64) {
+            prefetch_l2(rows + byte);
+          }
+        });
         const int64_t tokens = seq.end - seq.start;
         for (int64_t i = 0; i < ratio; ++i) {
           const int64_t h = hk * ratio + i;

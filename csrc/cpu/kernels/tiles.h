@@ -25,18 +25,19 @@ constexpr int64_t kTileColumns = 2 * kLanes;
 
 GDN_INLINE int64_t whole_depth(int64_t n) { return (n + kTileDepth - 1) / kTileDepth * kTileDepth; }
 
-// The thread's tile registers, all eight 16 rows of 64 bytes. Given back at the end: a processor
-// with live tiles neither sleeps deeply nor switches threads cheaply.
+// The thread's tile registers: 16 rows of 64 bytes, but for the right operands 6 and 7 and the
+// results 0 and 1, which may have fewer columns. Given back at the end: a processor with live tiles
+// neither sleeps deeply nor switches threads cheaply.
 template <>
 struct ThreadTiles<true> {
-  ThreadTiles() {
+  explicit ThreadTiles(int64_t columns = kLanes) {
     struct alignas(64) {
       uint8_t palette = 1, start_row = 0, reserved[14] = {};
       uint16_t row_bytes[16] = {};
       uint8_t rows[16] = {};
     } config;
     for (int i = 0; i < 8; ++i) {
-      config.row_bytes[i] = 64;
+      config.row_bytes[i] = i < 2 || i > 5 ? columns * 4 : 64;
       config.rows[i] = 16;
     }
     _tile_loadconfig(&config);

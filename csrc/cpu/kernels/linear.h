@@ -1,0 +1,223 @@
+// y = x W^T for the few rows x of a decode step: every weight is read once, in the layout in which
+// it lies. Included inside the namespace of one instruction set, after tiles.h.
+//
+// A row of y has the same bits whichever rows it shares the call with: each product is summed over
+// K in an order that depends on K alone.
+
+// Rows of x, by DType, up to which this beat torch's product (docs/cpu.md).
+#if GDN_SIMD_AMX
+#define GDN_LINEAR_LIMIT {0, 32, 8}
+#elif GDN_SIMD_AVX512BF16
+#define GDN_LINEAR_LIMIT {0, 16, 8}
+#else
+#define GDN_LINEAR_LIMIT {0, 32, 32}
+#endif
+
+constexpr int64_t kLinearBlock = 16;  // rows of weights that a task takes
+
+// --- any instruction set: rows of weights and rows of x whose sums stay in registers
+
+constexpr int kLinearRows = 4, kLinearColumns = kLanes >= 16 ? 4 : 2;
+
+// x: J rows of floats, `ld` apart, with zero tails.
+template <int R, int J, class T>
+GDN_INLINE void linear_rows(const T* w, int64_t s_w, const float* x, int64_t ld, int64_t K, T* y,
+                            int64_t s_y) {
+  constexpr int64_t ahead = 1024;  // bytes of a row
+  F acc[R][J];
+  for (int r = 0; r < R; ++r) {
+    for (int j = 0; j < J; ++j) acc[r][j] = zero();
+  }
+  for_lanes(K, [&](int64_t k, auto lanes) {
+    F wide[R];
+    for (int r = 0; r < R; ++r) {
+      const T* at = w + r * s_w + k;
+      prefetch(reinterpret_cast<const char*>(at) + ahead);
+      wide[r] = load_lanes(at, lanes);
+    }
+    for (int j = 0; j < J; ++j) {
+      const F v = load(x + j * ld + k);
+      for (int r = 0; r < R; ++r) acc[r][j] = fma(wide[r], v, acc[r][j]);
+    }
+  });
+  for (int j = 0; j < J; ++j) {
+    for (int r = 0; r < R; ++r) store_n(y + j * s_y + r, broadcast(sum(acc[r][j])), 1);
+  }
+}
+
+// Rows of weights from `first` on.
+template <class T>
+static void linear_vectors(const LinearArgs& a, int64_t first, const Parallel& parallel) {
+  const T* w = static_cast<const T*>(a.w);
+  T* y = static_cast<T*>(a.y);
+  const int64_t ld = padded(a.K);
+  auto body = [&](int64_t begin, int64_t end) {
+    float* x = thread_scratch(a.M * ld);
+    for (int64_t m = 0; m < a.M; ++m) {
+      widen(static_cast<const T*>(a.x) + m * a.s_x, 1, a.K, x + m * ld);
+    }
+    auto rows = [&](int64_t n, auto R) {
+      const T* at = w + n * a.s_w;
+      int64_t m = 0;
+      for (; m + kLinearColumns <= a.M; m += kLinearColumns) {
+        linear_rows<R, kLinearColumns>(at, a.s_w, x + m * ld, ld, a.K, y + m * a.N + n, a.N);
+      }
+      for (; m < a.M; ++m) {
+        linear_rows<R, 1>(at, a.s_w, x + m * ld, ld, a.K, y + m * a.N + n, a.N);
+      }
+    };
+    int64_t n = first + begin * kLinearBlock;
+    const int64_t last = first + end * kLinearBlock < a.N ? first + end * kLinearBlock : a.N;
+    for (; n + kLinearRows <= last; n += kLinearRows) {
+      rows(n, std::integral_constant<int, kLinearRows>());
+    }
+    for (; n < last; ++n) rows(n, std::integral_constant<int, 1>());
+  };
+  parallel_for(parallel, (a.N - first + kLinearBlock - 1) / kLinearBlock, body);
+}
+
+#if GDN_SIMD_AMX
+// --- AMX: 16 rows of weights are the left operand, pairs of x the right one
+
+// Steps of kTileDepth that weights take together through a buffer in L1. Tile loads straight from
+// the weights wait for each line that is not in L1, and rows whose distance is a multiple of 4 KB
+// share one set of it.
+constexpr int64_t kLinearSteps = 8;
+constexpr int64_t kTiledRows = 32;  // of x
+
+// Words [r][c] become words [c][r].
+GDN_INLINE void transpose16(F* x) {
+  F y[16];
+  unrolled<8>(GDN_EACH(i) {
+    y[2 * i] = _mm512_unpacklo_ps(x[2 * i], x[2 * i + 1]);
+    y[2 * i + 1] = _mm512_unpackhi_ps(x[2 * i], x[2 * i + 1]);
+  });
+  unrolled<4>(GDN_EACH(i) {
+    const __m512d* p = reinterpret_cast<const __m512d*>(y) + 4 * i;
+    x[4 * i] = (F)_mm512_unpacklo_pd(p[0], p[2]);
+    x[4 * i + 1] = (F)_mm512_unpackhi_pd(p[0], p[2]);
+    x[4 * i + 2] = (F)_mm512_unpacklo_pd(p[1], p[3]);
+    x[4 * i + 3] = (F)_mm512_unpackhi_pd(p[1], p[3]);
+  });
+  unrolled<4>(GDN_EACH(i) {
+    y[i] = _mm512_shuffle_f32x4(x[i], x[4 + i], 0x88);
+    y[4 + i] = _mm512_shuffle_f32x4(x[i], x[4 + i], 0xdd);
+    y[8 + i] = _mm512_shuffle_f32x4(x[8 + i], x[12 + i], 0x88);
+    y[12 + i] = _mm512_shuffle_f32x4(x[8 + i], x[12 + i], 0xdd);
+  });
+  unrolled<4>(GDN_EACH(i) {
+    x[i] = _mm512_shuffle_f32x4(y[i], y[8 + i], 0x88);
+    x[4 + i] = _mm512_shuffle_f32x4(y[4 + i], y[12 + i], 0x88);
+    x[8 + i] = _mm512_shuffle_f32x4(y[i], y[8 + i], 0xdd);
+    x[12 + i] = _mm512_shuffle_f32x4(y[4 + i], y[12 + i], 0xdd);
+  });
+}
+
+// x as the right operand: [tile of 16 rows][K / 2] words of the 16 rows, those past M zero. One row
+// is that as it lies.
+static void linear_pairs(const LinearArgs& a, float* to) {
+  const bf16_t* x = static_cast<const bf16_t*>(a.x);
+  for (int64_t m = 0; m < a.M; m += 16) {
+    for (int64_t k = 0; k < a.K; k += kTileDepth, to += 256) {
+      F words[16];
+      unrolled<16>(GDN_EACH(i) {
+        const bf16_t* row = x + (m + i) * a.s_x + k;
+        words[i] = m + i < a.M ? load(reinterpret_cast<const float*>(row)) : zero();
+      });
+      transpose16(words);
+      unrolled<16>(GDN_EACH(i) { store(to + 16 * i, words[i]); });
+    }
+  }
+}
+
+// out [J][16][columns] = rows of weights times rows of x, which has J tiles of `columns` words.
+template <int J>
+GDN_INLINE void linear_tile(const LinearArgs& a, const bf16_t* w, const float* x, int64_t columns,
+                            bf16_t* stage, float* out) {
+  constexpr int64_t tile = kTileRow * kTileDepth, span = kLinearSteps * kTileDepth;
+  const int64_t second = a.K / 2 * columns, row_bytes = columns * sizeof(float);
+  _tile_zero(0);
+  if (J > 1) _tile_zero(1);
+  for (int64_t k = 0; k < a.K; k += span) {
+    const int64_t steps = a.K - k < span ? (a.K - k) / kTileDepth : kLinearSteps;
+    // The span after the next, in these rows or in those of the next tile.
+    const int64_t ahead = k + 2 * span < a.K ? 2 * span : 2 * span - a.K + kTileRow * a.s_w;
+    for (int64_t r = 0; r < kTileRow; ++r) {
+      const bf16_t* row = w + r * a.s_w + k;
+      for (int64_t i = 0; i < steps; ++i) {
+        prefetch_l2(row + ahead + i * kTileDepth);
+        __builtin_memcpy(stage + i * tile + r * kTileDepth, row + i * kTileDepth, 64);
+      }
+    }
+    // The compiler does not know that tile loads read memory.
+    asm volatile("" ::: "memory");
+    for (int64_t i = 0; i < steps; ++i) {
+      const float* pairs = x + (k + i * kTileDepth) / 2 * columns;
+      _tile_loadd(4, stage + i * tile, 64);
+      _tile_loadd(6, pairs, row_bytes);
+      _tile_dpbf16ps(0, 4, 6);
+      if (J > 1) _tile_loadd(7, pairs + second, row_bytes);
+      if (J > 1) _tile_dpbf16ps(1, 4, 7);
+    }
+  }
+  _tile_stored(0, out, row_bytes);
+  if (J > 1) _tile_stored(1, out + 256, row_bytes);
+  asm volatile("" ::: "memory");
+}
+
+static void linear_tiles(const LinearArgs& a, const Parallel& parallel) {
+  const bf16_t* w = static_cast<const bf16_t*>(a.w);
+  bf16_t* y = static_cast<bf16_t*>(a.y);
+  auto body = [&](int64_t begin, int64_t end) {
+    const int64_t columns = a.M == 1 ? 1 : 16;
+    const ThreadTiles<true> tiles(columns);
+    alignas(64) bf16_t stage[kLinearSteps * kTileRow * kTileDepth];
+    alignas(64) float out[2 * 256];
+    const float* x = static_cast<const float*>(a.x);
+    if (a.M > 1) {
+      float* pairs = thread_scratch((a.M > 16 ? 32 : 16) * a.K / 2);
+      linear_pairs(a, pairs);
+      x = pairs;
+    }
+    for (int64_t n = begin * kTileRow; n < end * kTileRow; n += kTileRow) {
+      if (a.M > 16) {
+        linear_tile<2>(a, w + n * a.s_w, x, columns, stage, out);
+      } else {
+        linear_tile<1>(a, w + n * a.s_w, x, columns, stage, out);
+      }
+      if (a.M == 1) {
+        store(y + n, load(out));
+        continue;
+      }
+      for (int64_t m = 0; m < a.M; m += 16) {
+        F rows[16];
+        unrolled<16>(GDN_EACH(i) { rows[i] = load(out + 16 * (m + i)); });
+        transpose16(rows);
+        unrolled<16>(GDN_EACH(i) {
+          if (m + i < a.M) store(y + (m + i) * a.N + n, rows[i]);
+        });
+      }
+    }
+  };
+  parallel_for(parallel, a.N / kTileRow, body);
+}
+#endif
+
+static void linear(const LinearArgs& a, const Parallel& parallel) {
+  Parallel few = parallel;
+  // Less than a parallel region costs to start.
+  if (a.N * a.K < 1 << 16) few.threads = 1;
+#if GDN_SIMD_AMX
+  if (a.dtype == DType::bf16 && a.K % kTileDepth == 0 && a.M <= kTiledRows) {
+    linear_tiles(a, few);
+    const int64_t whole = a.N / kTileRow * kTileRow;
+    if (whole < a.N) linear_vectors<bf16_t>(a, whole, few);
+    return;
+  }
+#endif
+  if (a.dtype == DType::bf16) {
+    linear_vectors<bf16_t>(a, 0, few);
+  } else {
+    linear_vectors<f16_t>(a, 0, few);
+  }
+}

@@ -1,0 +1,138 @@
+"""``linear`` against the float64 oracle, in the shapes of a decode step and around its limits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from common import TOLERANCE, assert_close
+
+import gdn_ops
+from gdn_ops import reference
+
+HALVES = (torch.bfloat16, torch.float16)
+# Few rows run on the kernels, many on torch's product; 16 and 32 are tiles of rows.
+ROWS = (1, 2, 3, 4, 5, 15, 16, 17, 32, 33, 70)
+# (N, K): whole tiles, a part of one, odd rows of weights, long rows, less than a register.
+SHAPES = ((64, 256), (48, 32), (100, 96), (37, 64), (33, 1000), (16, 6144), (7, 5), (1, 1))
+
+
+def operands(M: int, N: int, K: int, dtype: torch.dtype):
+    gen = torch.Generator().manual_seed(M * N + K)
+    x = torch.randn(M, K, generator=gen).to(dtype)
+    return x, (torch.randn(N, K, generator=gen) / K**0.5).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [*HALVES, torch.float32])
+@pytest.mark.parametrize("N, K", SHAPES)
+def test_against_oracle(N, K, dtype):
+    for M in ROWS:
+        x, weight = operands(M, N, K, dtype)
+        assert_close(f"{M} rows", gdn_ops.linear(x, weight), reference.linear(x, weight))
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("M", [1, 4, 20])
+def test_strided(M, dtype):
+    """Rows inside wider ones, tokens between others, and what only torch's product can take."""
+    x, weight = operands(M, 48, 96, dtype)
+    expected = reference.linear(x, weight)
+    wide = torch.full((M, 200), float("nan"), dtype=dtype)
+    wide[:, 50:146] = x
+    weights = torch.full((60, 2, 100), float("nan"), dtype=dtype)
+    weights[5:53, 1, 3:99] = weight
+    forms = {
+        "wide rows": (wide[:, 50:146], weight),
+        "wide weights": (x, weights[5:53, 1, 3:99]),
+        "tokens": (wide[:, None, 50:146], weight),
+        "columns": (x.t().contiguous().t(), weight),
+        "columns of weights": (x, weight.t().contiguous().t()),
+        "two strides": (torch.stack([wide, wide])[:, :, 50:146], weight),
+    }
+    for name, (a, w) in forms.items():
+        got = gdn_ops.linear(a, w)
+        assert got.is_contiguous() and got.shape == (*a.shape[:-1], 48)
+        assert_close(name, got.reshape(-1, 48)[:M], expected)
+
+
+@pytest.mark.parametrize("N, K", [(100, 96), (37, 64), (33, 250), (80, 2048)])
+def test_bits_depend_on_the_row_alone(N, K):
+    """Not on the other rows, the threads, or which rows of weights stand beside."""
+    few = 4  # as many as run on the kernels of every instruction set
+    for dtype in HALVES:
+        x, weight = operands(few, N, K, dtype)
+        together = gdn_ops.linear(x, weight)
+        threads = torch.get_num_threads()
+        try:
+            torch.set_num_threads(1 if threads > 1 else 2)
+            assert torch.equal(gdn_ops.linear(x, weight), together)
+        finally:
+            torch.set_num_threads(threads)
+        for m in range(few):
+            assert torch.equal(gdn_ops.linear(x[m : m + 1], weight), together[m : m + 1])
+        if torch.ops.gdn.cpu_isa() == "amx" and dtype == torch.bfloat16:
+            many, _ = operands(32, N, K, dtype)
+            many[7:11] = x
+            assert torch.equal(gdn_ops.linear(many, weight)[7:11], together)
+
+
+def test_sums_are_float32():
+    """A large and a small term that a 16-bit sum would lose."""
+    for dtype, large in ((torch.bfloat16, 4096.0), (torch.float16, 2048.0)):
+        x = torch.ones(2, 64, dtype=dtype)
+        weight = torch.zeros(16, 64, dtype=dtype)
+        weight[:, 0], weight[:, 1:41], weight[:, 63] = large, 0.25, -large
+        assert torch.equal(gdn_ops.linear(x, weight), torch.full((2, 16), 10.0, dtype=dtype))
+
+
+def test_not_finite_stays_where_it_is():
+    x, weight = operands(3, 40, 64, torch.bfloat16)
+    clean = gdn_ops.linear(x, weight)
+    x[1, 5] = float("nan")
+    weight[17, 3] = float("inf")
+    got = gdn_ops.linear(x, weight)
+    assert got[1].isnan().all() and not got[0, 17].isfinite() and not got[2, 17].isfinite()
+    rest = torch.arange(40) != 17
+    assert torch.equal(got[0, rest], clean[0, rest]) and torch.equal(got[2, rest], clean[2, rest])
+
+
+@pytest.mark.parametrize("dtype", [*HALVES, torch.float32])
+def test_empty(dtype):
+    for M, N, K in ((0, 3, 4), (2, 0, 4), (2, 3, 0)):
+        y = gdn_ops.linear(torch.ones(M, K, dtype=dtype), torch.ones(N, K, dtype=dtype))
+        assert y.shape == (M, N) and y.dtype == dtype and not y.any()
+
+
+def test_gradients_are_those_of_torch():
+    x, weight = operands(3, 20, 32, torch.bfloat16)
+    ours = [t.clone().requires_grad_() for t in (x, weight)]
+    theirs = [t.clone().requires_grad_() for t in (x, weight)]
+    gdn_ops.linear(*ours).float().square().sum().backward()
+    F.linear(*theirs).float().square().sum().backward()
+    for a, b in zip(ours, theirs, strict=True):
+        assert torch.equal(a.grad, b.grad)
+    tangents = torch.ones_like(x), torch.zeros_like(weight)
+    assert torch.equal(
+        torch.func.jvp(gdn_ops.linear, (x, weight), tangents)[1],
+        torch.func.jvp(F.linear, (x, weight), tangents)[1],
+    )
+
+
+def test_as_close_as_torch():
+    """The kernels round once: no further from float64 than torch's product is, by root mean
+    square."""
+    x, weight = operands(4, 512, 2048, torch.bfloat16)
+    exact = reference.linear(x, weight)
+    both = gdn_ops.linear(x, weight), F.linear(x, weight)
+    rms = [float((y.double() - exact).square().mean().sqrt()) for y in both]
+    assert rms[0] <= 1.05 * rms[1] and rms[0] < TOLERANCE[torch.bfloat16]
+
+
+def test_raises():
+    x = torch.zeros(2, 8, dtype=torch.bfloat16)
+    with pytest.raises(RuntimeError, match="weight: expected K = 8 in dimension 1, got 7"):
+        gdn_ops.linear(x, torch.zeros(3, 7, dtype=torch.bfloat16))
+    with pytest.raises(RuntimeError, match="weight: expected the dtype of x"):
+        gdn_ops.linear(x, torch.zeros(3, 8))
+    with pytest.raises(RuntimeError, match=r"weight: expected shape \[N, K\]"):
+        gdn_ops.linear(x, torch.zeros(8, dtype=torch.bfloat16))
