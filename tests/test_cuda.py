@@ -619,6 +619,33 @@ def test_decode_windows(V, op, T):
         assert (y[1] == 0).all()
         close(f"y {step}", y[[0, 2]], want[[0, 2]], dtype, 4)
         assert win[3].cpu().tolist() == want_win[3].tolist()
+    assert torch.equal(conv_d.cpu(), want_conv.to(dtype))
+
+
+@pytest.mark.parametrize("state_dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("L", [3, 4])
+@pytest.mark.parametrize("V", [128, 136])
+def test_convolution_inside_and_apart_give_the_same_bits(V, L, state_dtype):
+    """Channels last: inside the kernels of the window. Columns last: a launch before them."""
+    H, HV, K, P, B, R = 2, 6, 128, 5, 4, 3
+    index = torch.tensor([3, -1, 1, 4], dtype=torch.int32, device="cuda")
+    fresh = torch.tensor([True, True, False, True], device="cuda")
+    taps = torch.randn(P, 2 * H * K + HV * V, L, device="cuda").bfloat16()
+    last = taps.transpose(1, 2).contiguous().transpose(1, 2)
+    state = pool(P, HV, V, K, dtype=state_dtype).cuda()
+    found = []
+    for conv in (taps, last):
+        base, win = state.clone(), window(P, H, HV, R, K, V, torch.bfloat16, state_dtype)
+        ys = []
+        for step in range(5):
+            x = layer(B, 1, H, HV, K, V, torch.bfloat16, seed=step)
+            x["conv_bias"] = torch.randn(taps.shape[1], generator=torch.Generator().manual_seed(9))
+            has = fresh if step == 2 else None
+            ys.append(ops.decode_buffered(*gpu(*x.values()), conv, base, *win, H, K, index, has))
+        found.append([*ys, conv, base, *win])
+    for a, b in zip(*found, strict=True):  # as bytes: unused entries of the window are NaN
+        assert torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+    assert torch.cat(found[0][:5]).isfinite().all() and found[0][4].norm() > 0
 
 
 def test_capture_and_replay():

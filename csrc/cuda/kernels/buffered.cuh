@@ -16,6 +16,9 @@
 // and whose slots the new ones take, it copies them to the workspace.
 #pragma once
 
+#include <type_traits>
+
+#include "conv_inside.cuh"
 #include "kernels.h"
 #include "norm.cuh"
 #include "window.cuh"
@@ -69,14 +72,21 @@ __host__ __device__ constexpr int record_floats(int R, int TG) {
   return (4 * TG + (R + TG) * TG * 2 + 3) / 4 * 4;
 }
 
-// blockIdx.x = key head, blockIdx.y = sequence; one warp.
-template <class ST, class AT, class KT, int K, int TG>
+// Stands for a ConvToken where the convolution is not inside.
+struct NoConv {
+  __device__ __forceinline__ NoConv(const ConvInside&, int64_t, int64_t, bool, int) {}
+};
+
+// blockIdx.x = key head, blockIdx.y = sequence; one warp. CONV: q and k come out of the
+// convolution here (one token a sequence).
+template <class ST, class AT, class KT, int K, int TG, bool CONV>
 __global__ void __launch_bounds__(32, TG == 1 && K <= 128 ? 32 : 16)
     prepare_window(const __grid_constant__ RecurrentArgs a,
-                   const __grid_constant__ WindowWorkspace ws, int64_t first, bool flush,
-                   bool early) {
+                   const __grid_constant__ WindowWorkspace ws,
+                   const __grid_constant__ ConvInside conv, int64_t first, bool flush, bool early) {
   using Columns = WindowColumns<ST, K, TG>;
   constexpr int PER = K / 32, NV = 2 * TG, AHEAD = TG == 1 ? 8 : 4;
+  using Conv = std::conditional_t<CONV, ConvToken<AT, PER>, NoConv>;
   __shared__ float dots[(kMaxWindow + TG) * NV];
   const int64_t n = first + blockIdx.y;
   const int h = blockIdx.x, lane = threadIdx.x, ratio = ws.HV / ws.H;
@@ -150,8 +160,11 @@ __global__ void __launch_bounds__(32, TG == 1 && K <= 128 ? 32 : 16)
     const int count = old + t0, entries = count + tokens - 1;
     // Everything that this group reads is asked for before anything is waited for.
     Some<PER> raw_k[TG], raw_q[TG], raw_key[AHEAD];
+    const int q_channel = h * K + lane * PER, k_channel = conv.first_k + q_channel;
+    const Conv conv_k(conv, n, plan.row, plan.fresh, k_channel);
+    const Conv conv_q(conv, n, plan.row, plan.fresh, q_channel);
 #pragma unroll
-    for (int t = 0; t < TG; t++) {
+    for (int t = 0; !CONV && t < TG; t++) {
       const int token = t0 + (t < tokens ? t : 0);
       raw_k[t] = load_some<AT, PER>(pk, at, token * k_st + lane * PER);
       raw_q[t] = load_some<AT, PER>(pq, at, token * q_st + lane * PER);
@@ -179,6 +192,10 @@ __global__ void __launch_bounds__(32, TG == 1 && K <= 128 ? 32 : 16)
     float back_k[TG], back_q[TG];
 #pragma unroll
     for (int t = 0; t < TG; t++) {
+      if constexpr (CONV) {
+        raw_k[t] = conv_k.finish(conv, plan.row, k_channel);
+        raw_q[t] = conv_q.finish(conv, plan.row, q_channel);
+      }
       token[t].template prepare<AT>(raw_k[t], raw_q[t], at, a.l2norm, lane);
       const float (&k)[PER] = token[t].k, (&q)[PER] = token[t].q;
       back_k[t] = back_q[t] = 1.f;
@@ -339,10 +356,6 @@ struct BufferedGrid {
   NormTail norm;
 };
 
-__device__ __forceinline__ void copy_16_async(uint32_t shared, const void* global) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
-}
-
 // Bytes of shared memory of a block.
 template <class ST, int K, int VB, int TG>
 struct BufferedShared {
@@ -352,16 +365,21 @@ struct BufferedShared {
   static constexpr int kScratch = Columns::k16Bit ? VB * TG * 8 : VB * 8 * 4;
   static_assert(TG <= 4, "float2 products of a row fit where its eight updates were");
   static constexpr int kRecord = kTile + Columns::kFloats * 4 + kScratch;
-  static int bytes(int R) { return kRecord + record_floats(R, TG) * 4; }
+  // `conv`: and inputs and history of the convolution, 16 bits each.
+  static __host__ __device__ int bytes(int R, bool conv) {
+    return kRecord + record_floats(R, TG) * 4 + (conv ? 4 * VB * 2 : 0);
+  }
 };
 
 // blockIdx.x = head * row_blocks + row block, blockIdx.y = sequence. VB rows, a thread each; TG
 // tokens are taken together. ST, AT, KT, UT: state, activations, keys and updates of the window.
-template <class ST, class AT, class KT, class UT, int K, int VB, int TG, int MIN_BLOCKS>
+// CONV: v comes out of the convolution here (one token a sequence).
+template <class ST, class AT, class KT, class UT, int K, int VB, int TG, int MIN_BLOCKS, bool CONV>
 __global__ void __launch_bounds__(VB, MIN_BLOCKS)
     buffered_rows(const __grid_constant__ RecurrentArgs a,
                   const __grid_constant__ BufferedGrid grid,
-                  const __grid_constant__ WindowWorkspace ws) {
+                  const __grid_constant__ WindowWorkspace ws,
+                  const __grid_constant__ ConvInside conv) {
   using Shared = BufferedShared<ST, K, VB, TG>;
   using Columns = WindowColumns<ST, K, TG>;
   constexpr int WARPS = VB / 32, E = 16 / sizeof(ST), CH = K / E, NV = 2 * TG;
@@ -407,6 +425,10 @@ __global__ void __launch_bounds__(VB, MIN_BLOCKS)
     }
   };
 
+  // Of the convolution, prepare_window touches other channels.
+  const int channel = conv.first_v + static_cast<int>(hv) * V + row0;
+  const int channels = V - row0 < VB ? V - row0 : VB;
+  uint4* const staged = reinterpret_cast<uint4*>(shared + Shared::bytes(ws.R, false));
   // The first blocks start while prepare_window runs. What runs with it writes neither base nor
   // indices (`early`), so they ask for the base before they wait for the plan; the others find the
   // plan, and ask for all that depends on it first, as it would queue behind the base.
@@ -418,6 +440,9 @@ __global__ void __launch_bounds__(VB, MIN_BLOCKS)
     const WindowRow s = window_row<TG == 1>(a, n);
     home += s.row * a.state.s_p;
     if (wanted(s.row, s.tokens, s.fresh)) copy_base();
+    if constexpr (CONV) {
+      if (s.row >= 0) conv.fetch<AT, VB>(staged, n, s.row, s.fresh, channel, channels);
+    }
   }
   wait_for_previous_kernel();
   let_next_kernel_start();
@@ -443,10 +468,14 @@ __global__ void __launch_bounds__(VB, MIN_BLOCKS)
   constexpr bool kUpdatesFirst = sizeof(ST) == 4;
   const bool base_due =
       first_wave ? grid.flush && plan.fold : plan.fold || wanted(plan.row, plan.tokens, plan.fresh);
+  if constexpr (CONV) {
+    if (!first_wave) conv.fetch<AT, VB>(staged, n, plan.row, plan.fresh, channel, channels);
+  }
   if (!kUpdatesFirst && base_due) copy_base();
 
   // Pointers once; inside a row offsets fit 32 bits (window_refusal).
-  const DType at = a.q.dtype;
+  DType at = a.q.dtype;
+  if constexpr (!kIsAny<AT>) at = TypeOf<AT>::value;
   char* const pu =
       const_cast<char*>(element_of(w.u, w.u_dtype, plan.row * w.su_p + hv * w.su_h + row0));
   const char* const pv = element_of(a.v.ptr, at, offset_of(a.v, b, plan.start, hv) + row0 * a.v.sd);
@@ -477,7 +506,7 @@ __global__ void __launch_bounds__(VB, MIN_BLOCKS)
 #pragma unroll
     for (int t = 0; t < TG; t++) {
       const int token = t0 + (t < tokens ? t : 0);
-      raw_v[t] = live ? load_one<AT>(pv, at, token * v_st + tid * v_sd) : 0;
+      raw_v[t] = live && !CONV ? load_one<AT>(pv, at, token * v_st + tid * v_sd) : 0;
     }
   };
   // Entries past the last are read as the last: never used, and no predicate a load.
@@ -689,8 +718,19 @@ __global__ void __launch_bounds__(VB, MIN_BLOCKS)
       load_v(t0, tokens);
       load_u();
     }
+    NormInputs<TG> norm_in;
+    if (TG == 1 && grid.norm.on && live) norm_in.load(grid.norm, 1, b, plan.start, hv, tid);
+    uint2 taps = make_uint2(0, 0);
+    if constexpr (CONV) {
+      if (live) taps = conv.taps_of<AT>(channel + tid);
+    }
     arrived();
     __syncthreads();
+    float own_v = 0.f;
+    if constexpr (CONV) {
+      if (live) own_v = conv.convolve<AT, VB>(staged, taps, plan.fresh, channel);
+      conv.roll<AT, VB>(staged, plan.row, plan.fresh, channel, channels);
+    }
     float p[TG], o[TG], x[TG], y[TG];
 #pragma unroll
     for (int t = 0; t < TG; t++) p[t] = o[t] = x[t] = y[t] = 0.f;
@@ -819,7 +859,7 @@ __global__ void __launch_bounds__(VB, MIN_BLOCKS)
         // A base of weight zero is skipped, whatever it holds.
         if (token.x != 0.f) p[t] = __fmaf_rn(token.x, x[t], p[t]);
         if (token.y != 0.f) o[t] = __fmaf_rn(token.y, y[t], o[t]);
-        const float u = token.w * (one_to_float<AT>(raw_v[t], at) - p[t]);
+        const float u = token.w * ((CONV ? own_v : one_to_float<AT>(raw_v[t], at)) - p[t]);
         out[t] = a.scale * __fmaf_rn(token.z, u, o[t]);
         if (live) {
           store_one<UT>(pu, w.u_dtype, (count + t) * su + tid, u);
@@ -832,7 +872,8 @@ __global__ void __launch_bounds__(VB, MIN_BLOCKS)
     }
     if (grid.norm.on) {
       const int64_t token = plan.start + t0;
-      norm_tail<TG, WARPS>(grid.norm, out, tokens, b, token, hv, tid, live, V, a.out.dtype, parts);
+      if (TG > 1 && live) norm_in.load(grid.norm, tokens, b, token, hv, tid);
+      norm_tail<TG, WARPS>(grid.norm, out, norm_in, tokens, b, token, hv, tid, live, V, at, parts);
     }
     count += tokens;
     if (t0 + TG < T) {

@@ -30,12 +30,13 @@ WindowWorkspace workspace_of(const RecurrentArgs& a, void* memory) {
   return ws;
 }
 
-template <class ST, class AT, class KT, class UT, int K, int VB, int TG, int MIN_BLOCKS>
+template <class ST, class AT, class KT, class UT, int K, int VB, int TG, int MIN_BLOCKS,
+          bool CONV = false>
 cudaError_t launch_buffered_rows(const RecurrentArgs& a, const WindowCall& call,
                                  cudaStream_t stream) {
   const WindowWorkspace ws = workspace_of<ST, K, TG>(a, call.workspace);
-  const auto kernel = buffered_rows<ST, AT, KT, UT, K, VB, TG, MIN_BLOCKS>;
-  const int shared = BufferedShared<ST, K, VB, TG>::bytes(ws.R);
+  const auto kernel = buffered_rows<ST, AT, KT, UT, K, VB, TG, MIN_BLOCKS, CONV>;
+  const int shared = BufferedShared<ST, K, VB, TG>::bytes(ws.R, CONV);
   cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
   if (error == cudaSuccess) {
@@ -48,15 +49,17 @@ cudaError_t launch_buffered_rows(const RecurrentArgs& a, const WindowCall& call,
   grid.flush = call.flush;
   grid.norm = call.norm;
   grid.wave = MIN_BLOCKS * multiprocessors();
+  ConvInside conv;
+  if constexpr (CONV) conv = conv_inside(*call.front);
   const int64_t blocks = a.HV * grid.row_blocks.divisor;
   for (; error == cudaSuccess && grid.first < a.seqs.N; grid.first += kMaxGridY) {
     const int64_t count = a.seqs.N - grid.first < kMaxGridY ? a.seqs.N - grid.first : kMaxGridY;
-    error = launch(prepare_window<ST, AT, KT, K, TG>,
+    error = launch(prepare_window<ST, AT, KT, K, TG, CONV>,
                    dim3(static_cast<unsigned>(a.H), static_cast<unsigned>(count)), dim3(32), 0,
-                   stream, a, ws, grid.first, call.flush, call.early);
+                   stream, a, ws, conv, grid.first, call.flush, call.early);
     if (error != cudaSuccess) break;
     error = launch(kernel, dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(count)),
-                   dim3(VB), shared, stream, a, grid, ws);
+                   dim3(VB), shared, stream, a, grid, ws, conv);
   }
   return error;
 }
@@ -66,6 +69,11 @@ cudaError_t launch_buffered_k(const RecurrentArgs& a, const WindowCall& call, cu
   const bool one = call.flush || (!a.seqs.cu_seqlens.ptr && a.seqs.T == 1);
   constexpr int rows = K == 256 ? 64 : 128;
   constexpr int blocks = sizeof(ST) == 4 ? 3 : 6;
+  if constexpr (!kIsAny<AT> && sizeof(ST) == 2) {
+    if (call.front) {
+      return launch_buffered_rows<ST, AT, KT, UT, K, rows, 1, blocks, true>(a, call, stream);
+    }
+  }
   return one ? launch_buffered_rows<ST, AT, KT, UT, K, rows, 1, blocks>(a, call, stream)
              : launch_buffered_rows<ST, AT, KT, UT, K, rows, 4, blocks == 6 ? 5 : 3>(a, call,
                                                                                      stream);

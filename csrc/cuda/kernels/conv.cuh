@@ -15,8 +15,6 @@ struct ConvTarget {
   }
 };
 
-__device__ __forceinline__ float silu(float x) { return x * sigmoid(x); }
-
 // First live column of the history: the newest W - 1 (trailing) or those that num_accepted names.
 __device__ __forceinline__ int64_t history_column(const ConvArgs& a, const Sequence& s) {
   return a.state.leading ? (a.seqs.num_accepted.ptr ? s.accepted - 1 : 0) : a.state.L - (a.W - 1);

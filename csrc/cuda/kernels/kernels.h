@@ -31,6 +31,8 @@ struct WindowCall {
   bool early = false;         // as in recurrent
   void* workspace = nullptr;  // window_workspace bytes, 16-byte aligned
   NormTail norm;              // only where V fits a block, norm_fits
+  // The convolution and the gates, taken on too: q, k, v and gates of the arguments are not read.
+  const ConvGatingArgs* front = nullptr;  // only where window_takes_conv
 };
 
 // Null, or what these kernels cannot take (shown to the user). `a.state.ptr` null: low-rank.
@@ -40,6 +42,7 @@ size_t window_workspace(const RecurrentArgs& a);
 inline bool norm_fits(const RecurrentArgs& a) {
   return a.V <= (a.K == 256 && a.state.ptr ? 64 : 128);
 }
+bool window_takes_conv(const ConvGatingArgs& front, const RecurrentArgs& a);
 cudaError_t recurrent_window(const RecurrentArgs& a, const WindowCall& call, cudaStream_t stream);
 cudaError_t window_reset(const RecurrentArgs& a, cudaStream_t stream);
 

@@ -220,7 +220,9 @@ __global__ void __launch_bounds__(VB) lowrank_rows(const __grid_constant__ Recur
     }
     if (grid.norm.on) {
       const int64_t token = plan.start + t0;
-      norm_tail<TG, WARPS>(grid.norm, out, tokens, b, token, static_cast<int>(hv), tid, live, V,
+      NormInputs<TG> in;
+      if (live) in.load(grid.norm, tokens, b, token, static_cast<int>(hv), tid);
+      norm_tail<TG, WARPS>(grid.norm, out, in, tokens, b, token, static_cast<int>(hv), tid, live, V,
                            a.out.dtype, parts);
     }
     if (t0 + TG < T) __syncthreads();  // the next group writes what this one reads

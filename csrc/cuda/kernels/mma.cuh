@@ -23,6 +23,9 @@ constexpr int kPanelBytes = 64 * 64 * 2;
 __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
+__device__ __forceinline__ void copy_16_async(uint32_t shared, const void* global) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
+}
 
 // Byte offset of piece `piece` (8 elements) of row `row` in a panel.
 __device__ __forceinline__ int panel_offset(int row, int piece) {

@@ -370,12 +370,29 @@ __device__ __forceinline__ bool arrive_last(const RecurrentArgs& a, const Window
   return (atomicAdd(word, 1u << 24) >> 24) + 1 == static_cast<unsigned>(blocks);
 }
 
+// What the norm reads besides the outputs, asked for ahead.
+template <int TG>
+struct NormInputs {
+  uint32_t weight, z[TG];
+
+  __device__ __forceinline__ void load(const NormTail& norm, int tokens, int64_t b, int64_t first,
+                                       int hv, int row) {
+    weight = load_bits(norm.weight.ptr, norm.weight.dtype, row * norm.weight.s0);
+#pragma unroll
+    for (int t = 0; t < TG; t++) {
+      z[t] = load_bits(norm.z.ptr, norm.z.dtype,
+                       offset_of(norm.z, b, first + (t < tokens ? t : 0), hv) + row * norm.z.sd);
+    }
+  }
+};
+
 // The gated norm of a head whose rows are the threads of this block: out[t] is a thread's row of
 // token `first + t`. Every thread calls it.
 template <int TG, int WARPS>
-__device__ __forceinline__ void norm_tail(const NormTail& norm, float (&out)[TG], int tokens,
-                                          int64_t b, int64_t first, int hv, int row, bool live,
-                                          int V, DType dtype, float (&parts)[TG][WARPS]) {
+__device__ __forceinline__ void norm_tail(const NormTail& norm, float (&out)[TG],
+                                          const NormInputs<TG>& in, int tokens, int64_t b,
+                                          int64_t first, int hv, int row, bool live, int V,
+                                          DType dtype, float (&parts)[TG][WARPS]) {
 #pragma unroll
   for (int t = 0; t < TG; t++) {
     out[t] = t < tokens && live ? round_as(dtype, out[t]) : 0.f;
@@ -384,13 +401,7 @@ __device__ __forceinline__ void norm_tail(const NormTail& norm, float (&out)[TG]
   }
   __syncthreads();
   if (!live) return;
-  const float weight = load_param(norm.weight, row);
-  uint32_t z[TG];
-#pragma unroll
-  for (int t = 0; t < TG; t++) {
-    z[t] = load_bits(norm.z.ptr, norm.z.dtype,
-                     offset_of(norm.z, b, first + (t < tokens ? t : 0), hv) + row * norm.z.sd);
-  }
+  const float weight = bits_to_float(in.weight, norm.weight.dtype);
 #pragma unroll
   for (int t = 0; t < TG; t++) {
     if (t < tokens) {
@@ -398,7 +409,7 @@ __device__ __forceinline__ void norm_tail(const NormTail& norm, float (&out)[TG]
 #pragma unroll
       for (int i = 0; i < WARPS; i++) sum += parts[t][i];
       const float y = gated_norm(out[t], sum, V, norm.eps, weight, norm.weight.dtype,
-                                 bits_to_float(z[t], norm.z.dtype), dtype);
+                                 bits_to_float(in.z[t], norm.z.dtype), dtype);
       store_as(norm.y.ptr, norm.y.dtype, offset_of(norm.y, b, first + t, hv) + row * norm.y.sd, y);
     }
   }
