@@ -251,33 +251,51 @@ def buffered_table(table, bandwidth):
 
 
 def layer_table(table, bandwidth, B, H, HV):
-    """The fused decode step and the convolution of one layer."""
+    """The fused decode step, on a state and on base and window, and the convolution of a layer."""
     C = 2 * H * K + HV * V
-    c = Case(B, H, HV, torch.float32)
-    P = c.pool.shape[0]
-    conv = torch.randn(P, 3, C, device="cuda").bfloat16().transpose(1, 2)
     x = torch.randn(B, 1, C + HV * V + 2 * HV, device="cuda").bfloat16()
     weight = (torch.randn(C, 4, device="cuda") / 2).bfloat16()
     A_log, dt_bias = torch.rand(HV, device="cuda"), torch.rand(HV, device="cuda")
-    norm = torch.rand(V, device="cuda").bfloat16()
+    params = (x, weight, None, A_log, dt_bias, torch.rand(V, device="cuda").bfloat16())
     n = min(B, CHECKED)
-    index = c.rows[0]
-    rows_ = index[:n].long()
-    want, _, want_s = reference.decode(
-        x[:n].cpu(), weight.cpu(), None, A_log.cpu(), dt_bias.cpu(), norm.cpu(),
-        conv[rows_].cpu(), c.pool[rows_].cpu(), H, K,
-    )  # fmt: skip
-    y = ops.decode(x, weight, None, A_log, dt_bias, norm, conv, c.pool, H, K, index)
-    errors = (relative_error(y[:n], want), relative_error(c.pool[rows_], want_s))
-    if errors[0] > 1e-2 or errors[1] > 5e-3:
-        print(f"decode: out of tolerance {errors}")
-        return
-    layer = (x, weight, None, A_log, dt_bias, norm, conv, c.pool, H, K)
-    seconds, spread = graph_time([partial(ops.decode, *layer, r) for r in c.rows])
     conv_bytes = B * C * 2 * 6 + weight.numel() * 2
-    floor = (2 * B * c.row_bytes + conv_bytes + 2 * (x.numel() + y.numel())) / bandwidth
-    report(table, "gdn_ops decode (fused layer step)", c, seconds, spread, floor, errors)
+    around = conv_bytes + 2 * (x.numel() + B * HV * V)
+    for dtype, R in ((torch.float32, 8), (torch.bfloat16, 16)):
+        c = Case(B, H, HV, dtype)
+        P, index = c.pool.shape[0], c.rows[0]
+        conv = torch.randn(P, 3, C, device="cuda").bfloat16().transpose(1, 2)
+        win = new_window(P, H, HV, R, dtype)
+        rows_ = index[:n].long()
+        inputs = [p[:n].cpu() if p is x else p if p is None else p.cpu() for p in params]
+        want, _, want_s = reference.decode(*inputs, conv[rows_].cpu(), c.pool[rows_].cpu(), H, K)
+        for name, op, pools in (
+            ("decode", ops.decode, (conv, c.pool)),
+            (f"decode_buffered R={R}", ops.decode_buffered, (conv, c.pool, *win)),
+        ):
+            kept = conv.clone(), c.pool[rows_].clone()
+            y = op(*params, *pools, H, K, index)
+            errors = (relative_error(y[:n], want), None)
+            if op is ops.decode:
+                errors = (errors[0], relative_error(c.pool[rows_], want_s))
+            conv.copy_(kept[0])
+            c.pool[rows_] = kept[1]
+            if errors[0] > 1e-2 or (errors[1] or 0) > 5e-3:
+                print(f"{name}: out of tolerance {errors}")
+                continue
+            cycle = 1 if op is ops.decode else R
+            bytes_ = 2 * B * c.row_bytes
+            if cycle > 1:
+                win[3].copy_(torch.arange(P, device="cuda", dtype=torch.int32) % R)
+                entry = HV * V * win[1].element_size() + H * K * win[0].element_size() + HV * 4
+                bytes_ = B * (c.row_bytes * (1 + 1 / R) + entry * ((R - 1) / 2 + 1))
+            calls = [partial(op, *params, *pools, H, K, r) for r in c.rows for _ in range(cycle)]
+            seconds, spread = graph_time(calls, least=cycle)
+            floor = (bytes_ + around) / bandwidth
+            report(table, f"gdn_ops {name} (layer step)", c, seconds, spread, floor, errors)
+        del c, conv, win
+        torch.cuda.empty_cache()
 
+    c = Case(B, H, HV, torch.bfloat16)
     mixed = x[..., :C].contiguous()
     pools = [torch.randn(B, 3, C, device="cuda").bfloat16().transpose(1, 2) for _ in range(40)]
     want, _ = reference.short_conv(
