@@ -289,7 +289,7 @@ def layer_table(table, bandwidth, B, H, HV):
                 entry = HV * V * win[1].element_size() + H * K * win[0].element_size() + HV * 4
                 bytes_ = B * (c.row_bytes * (1 + 1 / R) + entry * ((R - 1) / 2 + 1))
             calls = [partial(op, *params, *pools, H, K, r) for r in c.rows for _ in range(cycle)]
-            seconds, spread = graph_time(calls, least=cycle)
+            seconds, spread = graph_time(calls, least=max(8, cycle))
             floor = (bytes_ + around) / bandwidth
             report(table, f"gdn_ops {name} (layer step)", c, seconds, spread, floor, errors)
         del c, conv, win
