@@ -267,120 +267,104 @@ __device__ __forceinline__ float4 load_four(const void* p, DType d, int64_t i, b
 }
 
 // The window that a low-rank sequence starts from, laid out as a chunk whose updates are known:
-// slots in the place of tokens, keys in the panels of k, updates in those of v, decays times what
-// was taken out of a key. Nothing waits for the fill count: a slot is read first and dropped if it
-// holds no entry. `stage` is that of the window; returns the number of entries, and how many slots
-// to take, a multiple of 16.
-struct LoadedWindow {
-  int fill, slots;
-};
+// keys into the panels of k, updates into those of v, decays times what was taken out of a key.
+// Entries beyond the window up to the next multiple of 16 are zero. `stage` is that of the window;
+// returns the number of entries.
 template <class IN, int K>
-__device__ __forceinline__ LoadedWindow load_window(const ChunkArgs& a, const ChunkLayout& layout,
-                                                    int64_t row, int64_t hk, int64_t hv, int v0,
-                                                    unsigned char* stage) {
+__device__ __forceinline__ int load_window(const ChunkArgs& a, const ChunkLayout& layout,
+                                           int64_t row, int64_t hk, int64_t hv, int v0,
+                                           unsigned char* stage) {
   using Shared = ScanShared<IN, K>;
-  using T = typename Format<IN>::T;
-  constexpr int PARTS = Format<IN>::kParts;
-  constexpr int LANES = K / 4, ROWS = 32 / LANES, BATCH = 4;  // lanes a key, keys an access
+  using Form = Format<IN>;
+  using T = typename Form::T;
+  constexpr int PARTS = Form::kParts;
   const Window& w = a.window;
   const int R = static_cast<int>(w.R);
+  const WindowCounts counts = unpack_fill(w.fill[row * w.s_fill]);
+  const int fill = counts.fill < R ? counts.fill : R;
+  if (fill == 0) return 0;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, warps = blockDim.x >> 5;
-  const int key = warp * ROWS + lane / LANES, key_step = warps * ROWS, key_column = lane % LANES;
-  const int update = warp * 2 + (lane >> 4), update_step = warps * 2, update_column = lane & 15;
-  const float4 zero = make_float4(0.f, 0.f, 0.f, 0.f);
-  float4 keys[BATCH], updates[BATCH];
-  const auto load_keys = [&](int first) {
-#pragma unroll
-    for (int i = 0; i < BATCH; i++) {
-      const int s = first + i * key_step;
-      keys[i] = s < R ? load_four(w.k, w.k_dtype,
-                                  row * w.sk_p + hk * w.sk_h + s * w.sk_r + 4 * key_column,
-                                  layout.window_vectors)
-                      : zero;
-    }
+  const auto slot_of = [&](int e) {
+    const int slot = counts.head + e;
+    return slot < R ? slot : slot - R;
   };
-  const auto load_updates = [&](int first) {
-#pragma unroll
-    for (int i = 0; i < BATCH; i++) {
-      const int s = first + i * update_step;
-      updates[i] = s < R
-                       ? load_four(w.u, w.u_dtype,
-                                   row * w.su_p + hv * w.su_h + s * w.su_r + v0 + 4 * update_column,
-                                   layout.window_vectors)
-                       : zero;
-    }
-  };
-  const int packed = w.fill[row * w.s_fill];
-  float low = 0.f, high = 0.f;  // log decays of slots lane and lane + 32
-  const int64_t decays = row * w.sg_p + hv * w.sg_h;
-  if (warp == 0 && lane < R) low = w.g[decays + lane * w.sg_r];
-  if (warp == 0 && lane + 32 < R) high = w.g[decays + (lane + 32) * w.sg_r];
-  load_keys(key);
-  load_updates(update);
-
-  const WindowCounts counts = unpack_fill(packed);
-  const int fill = counts.fill < R ? counts.fill : R, head = counts.head;
-  if (fill == 0) return {0, 0};
-  const int slots = ((head == 0 ? fill : R) + 15) & ~15;
-  const auto live = [&](int s) { return s < R && (s < head ? s - head + R : s - head) < fill; };
-  const auto slot_of = [&](int e) { return head + e < R ? head + e : head + e - R; };
+  float* const decay = reinterpret_cast<float*>(stage + Shared::kWindowDecays);
   if (warp == 0) {
     // Lane l: sums over the entries after l and after l + 32, taken from the newest on.
-    float* const decay = reinterpret_cast<float*>(stage + Shared::kWindowDecays);
+    float late = 0.f, early = 0.f;
     const auto log_decay = [&](int e) {
-      const int s = slot_of(e) & 63;
-      const float x = __shfl_sync(kFullMask, low, s & 31);
-      const float y = __shfl_sync(kFullMask, high, s & 31);
-      return e >= fill ? 0.f : s < 32 ? x : y;
+      return e < fill ? w.g[row * w.sg_p + hv * w.sg_h + slot_of(e) * w.sg_r] : 0.f;
     };
-    float late = log_decay(64 - lane), early = log_decay(32 - lane);
+    late = log_decay(64 - lane);
+    early = log_decay(32 - lane);
     scan64(late, early, lane);
     const float x = __shfl_sync(kFullMask, early, 31 - lane);
     const float y = __shfl_sync(kFullMask, late, 31 - lane);
-    decay[lane] = decay[lane + 32] = 0.f;
-    __syncwarp();
-    constexpr float UNSCALE = 1.f / Shared::kWindowScale;
-    if (lane < fill) decay[slot_of(lane)] = expf(x) * UNSCALE;
-    if (lane + 32 < fill) decay[slot_of(lane + 32)] = expf(y) * UNSCALE;
+    decay[lane] = lane < fill ? expf(x) * (1.f / Shared::kWindowScale) : 0.f;
+    decay[lane + 32] = lane + 32 < fill ? expf(y) * (1.f / Shared::kWindowScale) : 0.f;
   }
-  for (int first = key; first < slots; first += BATCH * key_step) {
-    if (first != key) load_keys(first);
+  constexpr int LANES = K / 4, ROWS = 32 / LANES, BATCH = 4;
+  const int end = (fill + 15) & ~15;
+  {
+    const int l = lane % LANES, first = warp * ROWS + lane / LANES, step = warps * ROWS;
+    for (int e0 = first; e0 < end; e0 += BATCH * step) {
+      float4 x[BATCH];
 #pragma unroll
-    for (int i = 0; i < BATCH; i++) {
-      const int s = first + i * key_step;
-      if (s >= slots) continue;
-      const float4 x = live(s) ? keys[i] : zero;
-      uint32_t front[PARTS], back[PARTS];
-      constexpr float SCALE = Shared::kWindowScale;
-      pack_parts<T>(front, SCALE * x.x, SCALE * x.y);
-      pack_parts<T>(back, SCALE * x.z, SCALE * x.w);
-      unsigned char* const to = stage + (key_column >> 4) * kPanelBytes +
-                                panel_offset(s, (key_column & 15) >> 1) + (key_column & 1) * 8;
+      for (int i = 0; i < BATCH; i++) {
+        const int e = e0 + i * step;
+        x[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+        if (e < fill) {
+          x[i] = load_four(w.k, w.k_dtype, row * w.sk_p + hk * w.sk_h + slot_of(e) * w.sk_r + 4 * l,
+                           layout.window_vectors);
+        }
+      }
 #pragma unroll
-      for (int part = 0; part < PARTS; part++) {
-        *reinterpret_cast<uint2*>(to + part * (K / 64) * kPanelBytes) =
-            make_uint2(front[part], back[part]);
+      for (int i = 0; i < BATCH; i++) {
+        const int e = e0 + i * step;
+        if (e >= end) continue;
+        uint32_t low[PARTS], high[PARTS];
+        constexpr float SCALE = Shared::kWindowScale;
+        pack_parts<T>(low, SCALE * x[i].x, SCALE * x[i].y);
+        pack_parts<T>(high, SCALE * x[i].z, SCALE * x[i].w);
+        unsigned char* const to =
+            stage + (l >> 4) * kPanelBytes + panel_offset(e, (l & 15) >> 1) + (l & 1) * 8;
+#pragma unroll
+        for (int part = 0; part < PARTS; part++) {
+          *reinterpret_cast<uint2*>(to + part * (K / 64) * kPanelBytes) =
+              make_uint2(low[part], high[part]);
+        }
       }
     }
   }
-  for (int first = update; first < slots; first += BATCH * update_step) {
-    if (first != update) load_updates(first);
+  {
+    const int l = lane & 15, first = warp * 2 + (lane >> 4), step = warps * 2;
+    for (int e0 = first; e0 < end; e0 += BATCH * step) {
+      float4 x[BATCH];
 #pragma unroll
-    for (int i = 0; i < BATCH; i++) {
-      const int s = first + i * update_step;
-      if (s >= slots) continue;
-      const float4 x = live(s) ? updates[i] : zero;
-      unsigned char* const to = stage + Shared::kWindowUpdates;
-      if constexpr (PARTS == 2) {
-        *reinterpret_cast<float4*>(to + tile_offset(s, update_column)) = x;
-      } else {
-        *reinterpret_cast<uint2*>(to + panel_offset(s, update_column >> 1) +
-                                  (update_column & 1) * 8) =
-            make_uint2(pack_pair<T>(x.x, x.y), pack_pair<T>(x.z, x.w));
+      for (int i = 0; i < BATCH; i++) {
+        const int e = e0 + i * step;
+        x[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+        if (e < fill) {
+          x[i] = load_four(w.u, w.u_dtype,
+                           row * w.su_p + hv * w.su_h + slot_of(e) * w.su_r + v0 + 4 * l,
+                           layout.window_vectors);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < BATCH; i++) {
+        const int e = e0 + i * step;
+        if (e >= end) continue;
+        unsigned char* const updates = stage + Shared::kWindowUpdates;
+        if constexpr (PARTS == 2) {
+          *reinterpret_cast<float4*>(updates + tile_offset(e, l)) = x[i];
+        } else {
+          *reinterpret_cast<uint2*>(updates + panel_offset(e, l >> 1) + (l & 1) * 8) =
+              make_uint2(pack_pair<T>(x[i].x, x[i].y), pack_pair<T>(x[i].z, x[i].w));
+        }
       }
     }
   }
-  return {fill, slots};
+  return fill;
 }
 
 template <class IN, int K, Scan KIND, bool LOWRANK>
@@ -610,11 +594,8 @@ __global__ void __launch_bounds__(ScanShape<KIND>::kThreads, ScanShape<KIND>::kM
   const int news = LOWRANK && length > R ? R : static_cast<int>(length);
   const auto start_from_window = [&] {
     unsigned char* const window = shared + Shared::template kWindowAt<KIND>;
-    LoadedWindow loaded = {0, 0};
-    if (!seq.fresh && chunks > 0) {
-      loaded = load_window<IN, K>(a, layout, seq.row, hk, hv, v0, window);
-    }
-    const int fill = uniform(loaded.fill), slots = uniform(loaded.slots);
+    const int fill = uniform(
+        seq.fresh || chunks == 0 ? 0 : load_window<IN, K>(a, layout, seq.row, hk, hv, v0, window));
     if (fill > 0) {
       publish_shared();
       __syncthreads();
@@ -623,13 +604,13 @@ __global__ void __launch_bounds__(ScanShape<KIND>::kThreads, ScanShape<KIND>::kM
 #pragma unroll
         for (int p = 0; p < 4; p++) {
           float x[2][2][2] = {};
-          if (16 * p < slots) load_values(x, window + Shared::kWindowUpdates, p);
+          if (16 * p < fill) load_values(x, window + Shared::kWindowUpdates, p);
 #pragma unroll
           for (int m = 0; m < 8; m++) u[2 * p + (m >> 2)][m & 3] = x[m >> 2][(m >> 1) & 1][m & 1];
         }
         const PowerOfTwo one[2];
         update(u, one, shared_address(window),
-               reinterpret_cast<const float*>(window + Shared::kWindowDecays), slots / 16);
+               reinterpret_cast<const float*>(window + Shared::kWindowDecays), (fill + 15) / 16);
         await_products<0>(S.s);
       }
       kept = fill < R - news ? fill : R - news;
