@@ -267,12 +267,13 @@ def layer_table(table, bandwidth, B, H, HV):
         win = new_window(P, H, HV, R, dtype)
         rows_ = index[:n].long()
         inputs = [p[:n].cpu() if p is x else p if p is None else p.cpu() for p in params]
-        want, _, want_s = reference.decode(*inputs, conv[rows_].cpu(), c.pool[rows_].cpu(), H, K)
         for name, op, pools in (
             ("decode", ops.decode, (conv, c.pool)),
             (f"decode_buffered R={R}", ops.decode_buffered, (conv, c.pool, *win)),
         ):
             kept = conv.clone(), c.pool[rows_].clone()
+            # Of the pools as they are: the times before this have moved them on.
+            want, _, want_s = reference.decode(*inputs, kept[0][rows_].cpu(), kept[1].cpu(), H, K)
             y = op(*params, *pools, H, K, index)
             errors = (relative_error(y[:n], want), None)
             if op is ops.decode:
