@@ -219,14 +219,19 @@ def _attend(projected, q_weight, k_weight, cos, sin, keys, values, position, out
     tl.store(out + b * QH * D + head * D + at, o.to(dtype), mask=live)
 
 
+ENTRIES = 32  # of the cache that are read at once
+
+
 def attention(projected, q_weight, k_weight, cos, sin, keys, values, position):
     B, KH, L, D = keys.shape
+    if L % ENTRIES:
+        raise ValueError(f"attention: expected a context that is a multiple of {ENTRIES}, got {L}")
     width = projected.shape[1]
     QH = width // (2 * D) - KH
     out = torch.empty(B, QH * D, dtype=projected.dtype, device=projected.device)
     _attend[(B, KH)](
         projected, q_weight, k_weight, cos, sin, keys, values, position, out, width,
-        L, QH, KH, D, 2 * cos.numel(), 16, 32, num_warps=4, num_stages=2,
+        L, QH, KH, D, 2 * cos.numel(), 16, ENTRIES, num_warps=4, num_stages=2,
     )  # fmt: skip
     return out
 

@@ -288,7 +288,7 @@ def layer_table(table, bandwidth, B, H, HV):
             if cycle > 1:
                 win[3].copy_(torch.arange(P, device="cuda", dtype=torch.int32) % R)
                 entry = HV * V * win[1].element_size() + H * K * win[0].element_size() + HV * 4
-                bytes_ = B * (c.row_bytes * (1 + 1 / R) + entry * ((R - 1) / 2 + 1))
+                bytes_ = B * (c.row_bytes * (1 + 1 / R) + entry * ((R + 1) / 2 + 1))
             calls = [partial(op, *params, *pools, H, K, r) for r in c.rows for _ in range(cycle)]
             seconds, spread = graph_time(calls, least=max(8, cycle))
             floor = (bytes_ + around) / bandwidth

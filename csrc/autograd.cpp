@@ -8,6 +8,8 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include "linear_aten.h"
+
 namespace gdn {
 namespace {
 
@@ -237,8 +239,6 @@ std::tuple<Tensor, Tensor> conv1d(const Tensor& x, const Tensor& weight, const O
 }
 
 // --- linear: torch's product where a gradient is asked for
-
-Tensor torch_linear(const Tensor& x, const Tensor& weight) { return at::linear(x, weight); }
 
 Tensor linear(const Tensor& x, const Tensor& weight) {
   const bool grad = at::GradMode::is_enabled() && (x.requires_grad() || weight.requires_grad());

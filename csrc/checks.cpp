@@ -78,6 +78,7 @@ Index index_of(const char* op, const char* name, const at::Tensor& t, const at::
 // A tensor that is about to be written: no two of its elements may be one. Strides that nest, each
 // beyond what the smaller ones reach, are the layouts that pools have; others are refused.
 void check_writable(const char* op, const char* name, const at::Tensor& t) {
+  TORCH_INTERNAL_ASSERT(t.dim() <= 4);
   int64_t order[4];
   int dims = 0;
   for (int64_t d = 0; d < t.dim(); ++d) {
@@ -95,7 +96,8 @@ void check_writable(const char* op, const char* name, const at::Tensor& t) {
                 " and strides ", t.strides());
     reach += (t.size(order[i]) - 1) * t.stride(order[i]);
   }
-  // Autograd shall know that what it saved of this tensor is gone.
+  // Autograd shall know that what it saved of this tensor is gone (it counts a write even where a
+  // later check refuses the call: too many are harmless, too few are not).
   if (!t.is_inference()) t.unsafeGetTensorImpl()->bump_version();
 }
 

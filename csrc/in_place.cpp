@@ -55,9 +55,11 @@ void resolve_negated(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
 }
 
 constexpr const char* kOps[] = {
-    "recurrent",    "recurrent_gated", "recurrent_buffered", "recurrent_lowrank", "window_flush",
-    "window_reset", "chunk_prefill",   "chunk_lowrank",      "short_conv",        "conv_gating",
-    "decode",       "decode_buffered", "decode_lowrank",
+    "recurrent",         "recurrent_gated", "recurrent_buffered",
+    "recurrent_lowrank", "window_flush",    "window_reset",
+    "chunk_prefill",     "chunk_lowrank",   "short_conv",
+    "conv_gating",       "decode",          "decode_buffered",
+    "decode_lowrank",    "sweep",
 };
 
 }  // namespace

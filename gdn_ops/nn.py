@@ -184,7 +184,11 @@ def is_plain(linear: nn.Module) -> bool:
     """Whether calling ``linear`` is nothing but a product with its weight."""
     if type(linear) is not nn.Linear or "forward" in linear.__dict__:
         return False
-    if linear._forward_hooks or linear._forward_pre_hooks:
+    hooks = (
+        linear._forward_hooks, linear._forward_pre_hooks, linear._backward_hooks,
+        linear._backward_pre_hooks,
+    )  # fmt: skip
+    if any(hooks) or nn.modules.module._has_any_global_hook():
         return False
     return linear.bias is None and type(linear.weight) is nn.Parameter
 

@@ -9,8 +9,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 pairs=("${@:-2.5.1/3.10}")
 dir="${MATRIX_DIR:-$(mktemp -d)}"
 export GDN_BACKEND=none MAX_JOBS="${MAX_JOBS:-2}"
-suites=(${SUITES:-recurrent gates norm conv decode windows chunk nn isa opcheck reports layering build
-  compile})
+suites=(${SUITES:-recurrent gates norm conv linear decode windows chunk nn isa opcheck arguments reports
+  layering build compile})
 table=()
 
 interpreter() {

@@ -108,6 +108,9 @@ def valid(op: str, packed: bool) -> dict:
             "conv_state": conv_pool(), "num_k_heads": H, "head_k_dim": K, "activation": "silu",
             **sequences(packed),
         },
+        "linear": lambda: {
+            "x": torch.randn(B, tokens, K).bfloat16(), "weight": torch.randn(V, K).bfloat16(),
+        },
         "gated_rms_norm": lambda: {
             "x": torch.randn(B, tokens, V), "gate": torch.randn(B, tokens, V),
             "weight": torch.randn(V),
@@ -123,10 +126,24 @@ def valid(op: str, packed: bool) -> dict:
 
 OPS = ("recurrent", "recurrent_gated", "recurrent_buffered", "recurrent_lowrank", "window_flush",
        "window_reset", "chunk", "chunk_prefill", "chunk_lowrank", "conv1d", "short_conv", "gating",
-       "conv_gating", "gated_rms_norm", "decode", "decode_buffered", "decode_lowrank")  # fmt: skip
-AUTOGRAD = ("chunk", "conv1d", "gating", "gated_rms_norm")
+       "conv_gating", "gated_rms_norm", "linear", "decode", "decode_buffered",
+       "decode_lowrank")  # fmt: skip
+AUTOGRAD = ("chunk", "conv1d", "gating", "gated_rms_norm", "linear")
 INDICES = ("state_indices", "read_indices", "write_indices", "cu_seqlens", "num_accepted",
            "edge_rows", "has_initial_state", "win_fill")  # fmt: skip
+
+
+def test_ops_that_write_refuse_what_they_cannot_take():
+    """Gradients and negated views are seen above the backends, for every op that writes."""
+    missing = [
+        s.name
+        for s in torch._C._jit_get_all_schemas()
+        # paged_* are made of the others.
+        if s.name.startswith("gdn::") and not s.name.startswith("gdn::paged_")
+        if any(a.alias_info is not None and a.alias_info.is_write for a in s.arguments)
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(s.name, "Negative")
+    ]
+    assert not missing, f"not in kOps of csrc/in_place.cpp: {missing}"
 
 
 def resized(x: Tensor, dim: int, by: int) -> Tensor:
@@ -138,6 +155,8 @@ def resized(x: Tensor, dim: int, by: int) -> Tensor:
 
 def fits(op: str, args: dict, name: str, dim: int, by: int) -> bool:
     """Sizes that may differ by one and make another valid call."""
+    if op == "linear":  # any leading sizes of x, any number of rows of weights
+        return dim == 0 if name == "weight" else dim < args["x"].dim() - 1
     if name in ("state", "conv_state") and dim == 0:  # the rows in use are below P - 1
         return name == "conv_state" or "win_fill" not in args
     batch = "cu_seqlens" not in args
@@ -173,8 +192,10 @@ def breaks(op: str, args: dict) -> Iterator[tuple[str, str, dict]]:
         yield name, "int16", {**args, name: x.to(torch.int16)}
         if name in ("win_g", "initial_state") and op != "conv1d":
             yield name, "bfloat16", {**args, name: x.bfloat16()}
-        yield name, "one dimension more", {**args, name: x[None]}
-        if x.dim() > 1 and not (name in ("state_indices",) and op == "recurrent"):
+        leading = op == "linear" and name == "x"
+        if not leading:
+            yield name, "one dimension more", {**args, name: x[None]}
+        if x.dim() > 1 and not leading and not (name in ("state_indices",) and op == "recurrent"):
             yield name, "one dimension less", {**args, name: x[0].clone()}
         yield name, "no dimension", {**args, name: x.flatten()[0].clone()}
         yield name, "another device", {**args, name: x.to("meta")}

@@ -274,3 +274,15 @@ def test_copies_of_a_layer_and_its_states_compute_the_same(mode):
         got = [again.decode(x[:, t : t + 1], pools) for t in (4, 5)]
         assert all(map(torch.equal, got, want))
         assert all(a is None or torch.equal(a, b) for a, b in zip(pools, states, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
+def test_hooks_of_the_projections_run(kind):
+    """Those of 16-bit layers too, whose products are not torch's."""
+    layer = make(dtype=torch.bfloat16)
+    seen = []
+    for projection in (layer.in_proj, layer.out_proj):
+        hook = lambda module, *_: seen.append(module)  # noqa: E731
+        getattr(projection, f"register_{kind}_hook")(hook)
+    layer(inputs(layer, 2, 3).bfloat16()).sum().backward()
+    assert {id(m) for m in seen} == {id(layer.in_proj), id(layer.out_proj)}

@@ -1,12 +1,12 @@
 // Torch glue of the CPU backend: check, allocate, call the kernel of the active instruction set.
 #include <ATen/EmptyTensor.h>
 #include <ATen/Parallel.h>
-#include <ATen/ops/linear.h>
 #include <torch/library.h>
 
 #include "../checks.h"
 #include "../chunk_aten.h"
 #include "../index.h"
+#include "../linear_aten.h"
 #include "table.h"
 
 namespace gdn::cpu {
@@ -153,7 +153,7 @@ Tensor linear(const Tensor& x, const Tensor& weight) {
   bool plain;
   LinearArgs a = linear_args("linear", x, weight, &plain);
   if (!plain || a.M > kernels().linear_limit[static_cast<int>(a.dtype)]) {
-    return at::linear(x, weight);
+    return torch_linear(x, weight);
   }
   at::DimVector sizes(x.sizes());
   sizes.back() = a.N;

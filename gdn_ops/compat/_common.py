@@ -38,7 +38,7 @@ def activation_name(op: str, activation: bool | str | None) -> str:
     return causal_conv1d.activation_name(op, activation)
 
 
-def check_out(op: str, out: Tensor | None, shape: torch.Size, like: Tensor) -> None:
+def check_out(op: str, out: Tensor | None, shape: tuple[int, ...], like: Tensor) -> None:
     """What the result will be copied into, before anything is written."""
     if out is None:
         return

@@ -237,6 +237,7 @@ def fused_recurrent_gated_delta_rule_packed_decode(
     Raises:
         RuntimeError: mixed_qkv does not divide into heads of the pool's sizes; otherwise as
             :func:`gdn_ops.recurrent_gated`.
+        ValueError: out has another shape or device.
     """
     shape = (mixed_qkv.shape[0], 1, *initial_state.shape[1:3])
     check_out("fused_recurrent_gated_delta_rule_packed_decode", out, shape, mixed_qkv)
@@ -466,7 +467,8 @@ def causal_conv1d_update(
         The shape and dtype of x; zero for padded sequences.
 
     Raises:
-        NotImplementedError: a refused keyword. ValueError: another activation.
+        NotImplementedError: a refused keyword. ValueError: another activation, or an out of another
+            shape or device.
         RuntimeError: as :func:`gdn_ops.short_conv`.
     """
     op = "causal_conv1d_update"

@@ -1,8 +1,8 @@
 // y = x W^T for the few rows x of a decode step: every weight is read once, in the layout in which
 // it lies. Included inside the namespace of one instruction set, after tiles.h.
 //
-// A row of y has the same bits whichever rows it shares the call with: each product is summed over
-// K in an order that depends on K alone.
+// Up to GDN_LINEAR_LIMIT rows, a row of y has the same bits whichever rows it shares the call with:
+// each product is summed over K in an order that depends on K alone.
 
 // Rows of x, by DType, up to which this beat torch's product (docs/cpu.md).
 #if GDN_SIMD_AMX

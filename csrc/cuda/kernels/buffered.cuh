@@ -22,7 +22,7 @@
 #include "kernels.h"
 #include "norm.cuh"
 #include "window.cuh"
-#include "window_mma.cuh"
+#include "mma.cuh"
 
 namespace gdn {
 namespace cuda {

@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(VB) lowrank_rows(const __grid_constant__ Recur
   }
   if (T == 0) return;
 
-  // Pointers once; inside a row offsets fit 32 bits (buffered_refusal).
+  // Pointers once; inside a row offsets fit 32 bits (window_refusal).
   const DType at = a.q.dtype;
   char* const pu =
       const_cast<char*>(element_of(w.u, w.u_dtype, plan.row * w.su_p + hv * w.su_h + row0));

@@ -7,8 +7,8 @@
 // fall into different banks.
 //
 // Registers of a warp, with g = lane / 4 and t = lane % 4:
-//   accumulator 16 x 8: c[0], c[1] = (row g, columns 2t, 2t + 1), c[2], c[3] = the same of row g +
-//   8 left operand 16 x 16: two accumulators side by side, rounded to 16 bits in pairs
+//   accumulator 16 x 8: c[0], c[1] = (row g, columns 2t, 2t + 1), c[2], c[3] = those of row g + 8;
+//   left operand 16 x 16: two accumulators side by side, rounded to 16 bits in pairs
 #pragma once
 
 #include "common.cuh"
@@ -294,6 +294,12 @@ __device__ __forceinline__ void multiply_columns(float (&c)[N][4], const uint32_
     multiply_columns<T>(c, a[0], base, panels + step, s, first, lanes);
     multiply_columns<T>(c, a[0], base, panels, s, first, lanes);
   }
+}
+
+// A float as the sum of two 16-bit numbers: what the first one loses, the second holds.
+template <class T>
+__device__ __forceinline__ float low_part(float x) {
+  return x - to_float(from_float<T>(x));
 }
 
 }  // namespace cuda
