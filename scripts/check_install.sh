@@ -8,7 +8,7 @@ work="$(mktemp -d)"
 trap 'rm -rf "$work"' EXIT
 
 git archive --format=tar HEAD | tar -x -C "$work"
-(cd "$work" && "$python" setup.py -q sdist > /dev/null 2>&1)
+(cd "$work" && "$python" setup.py -q sdist) > "$work/log" 2>&1 || { tail -n 20 "$work/log"; exit 1; }
 archive=("$work"/dist/*.tar.gz)
 for ninja in ${NINJA_MODES:-0 1}; do
   GDN_NINJA="$ninja" "$python" -m pip install --verbose --no-index --no-build-isolation --no-deps \
