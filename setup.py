@@ -41,7 +41,11 @@ class Build(BuildExtension):
     """BuildExtension that records and prints what it made."""
 
     def run(self) -> None:
-        (ROOT / "gdn_ops" / "_build_info.py").write_text(build_info(BACKENDS))
+        # In the source tree for a build in place; in the build's own tree too, whose Python files
+        # were collected before this command ran.
+        for tree in {ROOT, ROOT if self.inplace else Path(self.build_lib)}:
+            (tree / "gdn_ops").mkdir(parents=True, exist_ok=True)
+            (tree / "gdn_ops" / "_build_info.py").write_text(build_info(BACKENDS))
         super().run()
         print(
             f"gdn_ops: built for torch {torch.__version__}, {platform.machine()}, "
