@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 __all__ = ["STATE_MODES", "GatedDeltaNet", "Heads", "Mixer", "States", "mix", "mix_functional"]
 
@@ -193,16 +194,17 @@ def is_plain(linear: nn.Module) -> bool:
     return linear.bias is None and type(linear.weight) is nn.Parameter
 
 
-# Dtypes whose products of a few rows :func:`gdn_ops.linear` is faster at.
-HALVES = (torch.bfloat16, torch.float16)
+def product(x: Tensor, weight: Tensor) -> Tensor:
+    """``x @ weight.T``, by :func:`gdn_ops.linear` where that has a kernel of its own."""
+    # Another dtype than the weight's is for autocast to sort out.
+    if x.is_cpu and x.dtype in (torch.bfloat16, torch.float16) and weight.dtype == x.dtype:
+        return _ops.linear.default(x, weight)
+    return F.linear(x, weight)
 
 
 def project(linear: nn.Module, x: Tensor) -> Tensor:
-    """``linear(x)``, by :func:`gdn_ops.linear` where that is the same."""
-    # Another dtype than the weight's is for autocast to sort out.
-    if x.is_cpu and x.dtype in HALVES and is_plain(linear) and linear.weight.dtype == x.dtype:
-        return _ops.linear.default(x, linear.weight)
-    return linear(x)
+    """``linear(x)``, as a :func:`product` where it is nothing else."""
+    return product(x, linear.weight) if x.is_cpu and is_plain(linear) else linear(x)
 
 
 class Mixer(NamedTuple):

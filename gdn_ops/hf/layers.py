@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeGatedDeltaNet
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
@@ -54,10 +53,14 @@ class PatchedGatedDeltaNet:
     gdn_base: ClassVar[type[nn.Module]]
     gdn_cache_argument: ClassVar[str]
     gdn_projections: ClassVar[tuple[str, ...]]
-    gdn_reorders: ClassVar[bool] = False  # whether gdn_rows is not None
+    gdn_reorders: ClassVar[bool]  # whether the class has gdn_rows of its own
 
     gdn_state_mode = "full"
     gdn_window = 16
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.gdn_reorders = cls.gdn_rows is not PatchedGatedDeltaNet.gdn_rows
 
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
@@ -166,15 +169,8 @@ class PatchedGatedDeltaNet:
 
     def _gdn_project(self, hidden_states: Tensor, packed: bool) -> Tensor:
         """``[B, T, D]``, columns qkv | z | b | a."""
-        weight = self.gdn_packed if packed else None
-        if weight is not None:
-            if (
-                hidden_states.is_cpu
-                and weight.dtype in layers.HALVES
-                and hidden_states.dtype == weight.dtype
-            ):
-                return torch.ops.gdn.linear.default(hidden_states, weight)
-            return F.linear(hidden_states, weight)
+        if packed and self.gdn_packed is not None:
+            return layers.product(hidden_states, self.gdn_packed)
         parts = [getattr(self, name)(hidden_states) for name in self.gdn_projections]
         projected = torch.cat(parts, dim=-1)
         rows = self.gdn_rows()
@@ -388,7 +384,6 @@ class GdnOpsQwen3NextGatedDeltaNet(PatchedGatedDeltaNet, Qwen3NextGatedDeltaNet)
     gdn_base = Qwen3NextGatedDeltaNet
     gdn_cache_argument = cache_argument(Qwen3NextGatedDeltaNet)
     gdn_projections = ("in_proj_qkvz", "in_proj_ba")
-    gdn_reorders = True
 
     def gdn_rows(self) -> Tensor:
         """The checkpoint groups rows by key head: q, k, its values, its z; then b and a alike."""
