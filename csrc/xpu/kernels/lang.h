@@ -104,20 +104,15 @@ __device__ inline uint16_t s_float_to_half(sfloat f) {
 // replaces it: XPU_IF_x(with, without) is one of two statements. On the device a switch of the
 // build decides and the other statement is never seen; the twin has both and decides when it runs.
 #if defined(GDN_XPU_TWIN)
-#define XPU_IF_SCALAR_MAC(with, without) \
-  do {                                   \
-    if (XPU_SWITCH(scalar_mac))          \
-      with;                              \
-    else                                 \
-      without;                           \
+#define XPU_IF(name, with, without) \
+  do {                              \
+    if (XPU_SWITCH(name))           \
+      with;                         \
+    else                            \
+      without;                      \
   } while (0)
-#define XPU_IF_NO_MERGE32(with, without) \
-  do {                                   \
-    if (XPU_SWITCH(no_merge32))          \
-      with;                              \
-    else                                 \
-      without;                           \
-  } while (0)
+#define XPU_IF_SCALAR_MAC(with, without) XPU_IF(scalar_mac, with, without)
+#define XPU_IF_NO_MERGE32(with, without) XPU_IF(no_merge32, with, without)
 #else
 #if defined(GDN_XPU_SCALAR_MAC)  // vmac.f with a scalar factor
 #define XPU_IF_SCALAR_MAC(with, without) with

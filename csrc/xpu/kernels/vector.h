@@ -118,6 +118,14 @@ __device__ inline void multiply_add(vf32& acc, const Factor& f, const vf32& v) {
   XPU_IF_SCALAR_MAC(multiply_add_scalar(acc, f.scalar, v), multiply_add(acc, f.lanes, v));
 }
 
+// Both halves of a chunk: d * row + u * k. The factor u is a register or, behind a switch, a
+// scalar.
+#define XPU_DECAY_ADD                      \
+  "vmul.f.mz.rn %[lo]{mr1}, %[d], %[lo]\n" \
+  "vmul.f.mz.rn %[hi]{mr1}, %[d], %[hi]\n" \
+  "vmac.f.mz.rn %[lo]{mr1}, %[u], %[kl]\n" \
+  "vmac.f.mz.rn %[hi]{mr1}, %[u], %[kh]\n"
+
 // One chunk of a state row per dtype. `load_dot` widens the chunk and adds its products with k and
 // q to two accumulators; `update_store` replaces it by d * row + u * k and rounds it once.
 template <int kDtype>
@@ -174,57 +182,38 @@ struct Row<kF16> {
                                                    const vf32& u, const vf32& k_lo,
                                                    const vf32& k_hi) {
     vf16 raw;
-    XPU_ASM_MEM(
-        "vmul.f.mz.rn %[lo]{mr1}, %[d], %[lo]\n"
-        "vmul.f.mz.rn %[hi]{mr1}, %[d], %[hi]\n"
-        "vmac.f.mz.rn %[lo]{mr1}, %[u], %[kl]\n"
-        "vmac.f.mz.rn %[hi]{mr1}, %[u], %[kh]\n"
-        "vfloat2fp16_l.rn %[raw], %[lo]\n"
-        "vfloat2fp16_h.rn %[raw], %[hi]\n"
-        "vstore.mz %[raw]{mr1}, 0(%[p])\n",
-        (XPU_OP(raw, "=&v", raw), XPU_OP(lo, "+v", lo), XPU_OP(hi, "+v", hi)),
-        (XPU_OP(p, "r", p), XPU_OP(d, "r", d), XPU_OP(u, "v", u), XPU_OP(kl, "v", k_lo),
-         XPU_OP(kh, "v", k_hi)));
+    XPU_ASM_MEM(XPU_DECAY_ADD
+                "vfloat2fp16_l.rn %[raw], %[lo]\n"
+                "vfloat2fp16_h.rn %[raw], %[hi]\n"
+                "vstore.mz %[raw]{mr1}, 0(%[p])\n",
+                (XPU_OP(raw, "=&v", raw), XPU_OP(lo, "+v", lo), XPU_OP(hi, "+v", hi)),
+                (XPU_OP(p, "r", p), XPU_OP(d, "r", d), XPU_OP(u, "v", u), XPU_OP(kl, "v", k_lo),
+                 XPU_OP(kh, "v", k_hi)));
   }
 
   __device__ static inline void update_store_scalar(lm_ptr<char> p, vf32& lo, vf32& hi, sfloat d,
                                                     sfloat u, const vf32& k_lo, const vf32& k_hi) {
     vf16 raw;
-    XPU_ASM_MEM(
-        "vmul.f.mz.rn %[lo]{mr1}, %[d], %[lo]\n"
-        "vmul.f.mz.rn %[hi]{mr1}, %[d], %[hi]\n"
-        "vmac.f.mz.rn %[lo]{mr1}, %[u], %[kl]\n"
-        "vmac.f.mz.rn %[hi]{mr1}, %[u], %[kh]\n"
-        "vfloat2fp16_l.rn %[raw], %[lo]\n"
-        "vfloat2fp16_h.rn %[raw], %[hi]\n"
-        "vstore.mz %[raw]{mr1}, 0(%[p])\n",
-        (XPU_OP(raw, "=&v", raw), XPU_OP(lo, "+v", lo), XPU_OP(hi, "+v", hi)),
-        (XPU_OP(p, "r", p), XPU_OP(d, "r", d), XPU_OP(u, "r", u), XPU_OP(kl, "v", k_lo),
-         XPU_OP(kh, "v", k_hi)));
+    XPU_ASM_MEM(XPU_DECAY_ADD
+                "vfloat2fp16_l.rn %[raw], %[lo]\n"
+                "vfloat2fp16_h.rn %[raw], %[hi]\n"
+                "vstore.mz %[raw]{mr1}, 0(%[p])\n",
+                (XPU_OP(raw, "=&v", raw), XPU_OP(lo, "+v", lo), XPU_OP(hi, "+v", hi)),
+                (XPU_OP(p, "r", p), XPU_OP(d, "r", d), XPU_OP(u, "r", u), XPU_OP(kl, "v", k_lo),
+                 XPU_OP(kh, "v", k_hi)));
   }
 };
 
-// Both halves of a chunk: d * row + u * k.
 __device__ inline void decay_add_lanes(vf32& lo, vf32& hi, sfloat d, const vf32& u,
                                        const vf32& k_lo, const vf32& k_hi) {
-  XPU_ASM(
-      "vmul.f.mz.rn %[lo]{mr1}, %[d], %[lo]\n"
-      "vmul.f.mz.rn %[hi]{mr1}, %[d], %[hi]\n"
-      "vmac.f.mz.rn %[lo]{mr1}, %[u], %[kl]\n"
-      "vmac.f.mz.rn %[hi]{mr1}, %[u], %[kh]\n",
-      (XPU_OP(lo, "+v", lo), XPU_OP(hi, "+v", hi)),
-      (XPU_OP(d, "r", d), XPU_OP(u, "v", u), XPU_OP(kl, "v", k_lo), XPU_OP(kh, "v", k_hi)));
+  XPU_ASM(XPU_DECAY_ADD, (XPU_OP(lo, "+v", lo), XPU_OP(hi, "+v", hi)),
+          (XPU_OP(d, "r", d), XPU_OP(u, "v", u), XPU_OP(kl, "v", k_lo), XPU_OP(kh, "v", k_hi)));
 }
 
 __device__ inline void decay_add_scalar(vf32& lo, vf32& hi, sfloat d, sfloat u, const vf32& k_lo,
                                         const vf32& k_hi) {
-  XPU_ASM(
-      "vmul.f.mz.rn %[lo]{mr1}, %[d], %[lo]\n"
-      "vmul.f.mz.rn %[hi]{mr1}, %[d], %[hi]\n"
-      "vmac.f.mz.rn %[lo]{mr1}, %[u], %[kl]\n"
-      "vmac.f.mz.rn %[hi]{mr1}, %[u], %[kh]\n",
-      (XPU_OP(lo, "+v", lo), XPU_OP(hi, "+v", hi)),
-      (XPU_OP(d, "r", d), XPU_OP(u, "r", u), XPU_OP(kl, "v", k_lo), XPU_OP(kh, "v", k_hi)));
+  XPU_ASM(XPU_DECAY_ADD, (XPU_OP(lo, "+v", lo), XPU_OP(hi, "+v", hi)),
+          (XPU_OP(d, "r", d), XPU_OP(u, "r", u), XPU_OP(kl, "v", k_lo), XPU_OP(kh, "v", k_hi)));
 }
 
 __device__ inline void decay_add(vf32& lo, vf32& hi, sfloat d, const Factor& u, const vf32& k_lo,

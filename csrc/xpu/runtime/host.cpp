@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <initializer_list>
+#include <limits>
 #include <string>
 
 #include "../kernels/launch.h"
@@ -219,12 +220,12 @@ WindowParams window_params(const RecurrentArgs& a) {
   // head; pieces where they do not. Its products with the keys cost a core about as much as 16
   // rows.
   p.unit = static_cast<int32_t>(a.V);
-  int64_t best = 0;
+  int64_t best = std::numeric_limits<int64_t>::max();
   for (int64_t unit : {a.V, int64_t{128}, int64_t{64}, int64_t{32}, int64_t{16}, int64_t{8}}) {
     if (unit > a.V || a.V % unit != 0) continue;
     const int64_t units = a.seqs.N * a.HV * (a.V / unit);
     const int64_t cost = (units + kChipCores - 1) / kChipCores * (unit + 16);
-    if (best && cost >= best) continue;
+    if (cost >= best) continue;
     best = cost;
     p.unit = static_cast<int32_t>(unit);
   }
