@@ -121,8 +121,8 @@ static void linear_pairs(const LinearArgs& a, float* to) {
     for (int64_t k = 0; k < a.K; k += kTileDepth, to += 256) {
       F words[16];
       unrolled<16>(GDN_EACH(i) {
-        const bf16_t* row = x + (m + i) * a.s_x + k;
-        words[i] = m + i < a.M ? load(reinterpret_cast<const float*>(row)) : zero();
+        words[i] = zero();
+        if (m + i < a.M) words[i] = load(reinterpret_cast<const float*>(x + (m + i) * a.s_x + k));
       });
       transpose16(words);
       unrolled<16>(GDN_EACH(i) { store(to + 16 * i, words[i]); });

@@ -412,8 +412,8 @@ __global__ void __launch_bounds__(VB, MIN_BLOCKS)
     const auto copy = [&](int r) {
 #pragma unroll
       for (int part = 0; part < PARTS; part++) {
-        copy_16_async(to + (r * CH + part * 32) * 16 + (swizzled ^ ((r & 7) * 16)),
-                      from + 32 * part * E);
+        copy_async(to + (r * CH + part * 32) * 16 + (swizzled ^ ((r & 7) * 16)),
+                   from + 32 * part * E);
       }
       from += step;
     };
@@ -493,12 +493,12 @@ __global__ void __launch_bounds__(VB, MIN_BLOCKS)
   const auto copy_prepared = [&](int t0) {
     const float* const from = ws.column_of(n, h, t0 / TG);
     for (int i = tid; i < Columns::kFloats / 4; i += VB) {
-      copy_16_async(shared_address(columns) + i * 16, from + i * 4);
+      copy_async(shared_address(columns) + i * 16, from + i * 4);
     }
     const float* const head = ws.record_of(n, hv, t0 / TG);
     const int used = TG + ((count + TG) * TG + 1) / 2;  // in 16 bytes
     for (int i = tid; i < used; i += VB) {
-      copy_16_async(shared_address(record) + i * 16, head + i * 4);
+      copy_async(shared_address(record) + i * 16, head + i * 4);
     }
   };
   uint32_t raw_v[TG], raw_u[PRE];

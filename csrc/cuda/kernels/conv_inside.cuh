@@ -48,7 +48,7 @@ struct ConvInside {
       if (c >= channels || (fresh && which < 3)) continue;
       const T* const from = which < 3 ? column<T>(row, state.L - 3 + which, channel + c)
                                       : static_cast<const T*>(x.ptr) + n * x.sb + channel + c;
-      copy_16_async(shared_address(staged + i), from);
+      copy_async(shared_address(staged + i), from);
     }
   }
   // The channel of this thread, once all has arrived.

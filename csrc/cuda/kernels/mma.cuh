@@ -23,16 +23,15 @@ constexpr int kPanelBytes = 64 * 64 * 2;
 __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
-__device__ __forceinline__ void copy_16_async(uint32_t shared, const void* global) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
-}
-
 // Byte offset of piece `piece` (8 elements) of row `row` in a panel.
 __device__ __forceinline__ int panel_offset(int row, int piece) {
   return row * 128 + ((piece ^ (row & 7)) << 4);
 }
 
-// 16 bytes from global to shared memory, zeros where `valid` is false (nothing is read then).
+// 16 bytes from global to shared memory; zeros where `valid` is false (nothing is read then).
+__device__ __forceinline__ void copy_async(uint32_t to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
 __device__ __forceinline__ void copy_async(uint32_t to, const void* from, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
                "r"(valid ? 16 : 0)
@@ -269,31 +268,34 @@ __device__ __forceinline__ void pack_left(uint32_t (&a)[PARTS][4], const float (
     for (int part = 0; part < PARTS; part++) a[part][i] = r[part];
   }
 }
-// The products above with both factors in parts, those of a panel `step` bytes apart; what two
-// second parts give is below rounding.
+// Both factors in parts, those of a panel `step` bytes apart: multiply(whether to add, a part of a,
+// panel) for each product; what two second parts give is below rounding.
+template <bool ADD, int PARTS, class Multiply>
+__device__ __forceinline__ void multiply_parts(const uint32_t (&a)[PARTS][4], uint32_t panel,
+                                               uint32_t step, Multiply multiply) {
+  if constexpr (PARTS == 1) {
+    multiply(std::bool_constant<ADD>(), a[0], panel);
+  } else {
+    multiply(std::bool_constant<ADD>(), a[1], panel);
+    multiply(std::true_type(), a[0], panel + step);
+    multiply(std::true_type(), a[0], panel);
+  }
+}
 template <class T, bool ADD = true, int PARTS>
 __device__ __forceinline__ void multiply_rows(float (&c)[8][4], const uint32_t (&a)[PARTS][4],
                                               uint32_t base, uint32_t panel, uint32_t step, int s,
                                               int first, const RightLanes& lanes) {
-  if constexpr (PARTS == 1) {
-    multiply_rows<T, ADD>(c, a[0], base, panel, s, first, lanes);
-  } else {
-    multiply_rows<T, ADD>(c, a[1], base, panel, s, first, lanes);
-    multiply_rows<T>(c, a[0], base, panel + step, s, first, lanes);
-    multiply_rows<T>(c, a[0], base, panel, s, first, lanes);
-  }
+  multiply_parts<ADD>(a, panel, step, [&](auto add, const uint32_t (&part)[4], uint32_t p) {
+    multiply_rows<T, decltype(add)::value>(c, part, base, p, s, first, lanes);
+  });
 }
 template <class T, bool ADD = true, int N, int PARTS>
 __device__ __forceinline__ void multiply_columns(float (&c)[N][4], const uint32_t (&a)[PARTS][4],
                                                  uint32_t base, uint32_t panels, uint32_t step,
                                                  int s, int first, const RightLanes& lanes) {
-  if constexpr (PARTS == 1) {
-    multiply_columns<T, ADD>(c, a[0], base, panels, s, first, lanes);
-  } else {
-    multiply_columns<T, ADD>(c, a[1], base, panels, s, first, lanes);
-    multiply_columns<T>(c, a[0], base, panels + step, s, first, lanes);
-    multiply_columns<T>(c, a[0], base, panels, s, first, lanes);
-  }
+  multiply_parts<ADD>(a, panels, step, [&](auto add, const uint32_t (&part)[4], uint32_t p) {
+    multiply_columns<T, decltype(add)::value>(c, part, base, p, s, first, lanes);
+  });
 }
 
 // A float as the sum of two 16-bit numbers: what the first one loses, the second holds.
