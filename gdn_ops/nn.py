@@ -185,11 +185,13 @@ def is_plain(linear: nn.Module) -> bool:
     """Whether calling ``linear`` is nothing but a product with its weight."""
     if type(linear) is not nn.Linear or "forward" in linear.__dict__:
         return False
+    every = nn.modules.module  # torch's own `_has_any_global_hook` came after 2.5
     hooks = (
         linear._forward_hooks, linear._forward_pre_hooks, linear._backward_hooks,
-        linear._backward_pre_hooks,
+        linear._backward_pre_hooks, every._global_forward_hooks, every._global_forward_pre_hooks,
+        every._global_backward_hooks, every._global_backward_pre_hooks,
     )  # fmt: skip
-    if any(hooks) or nn.modules.module._has_any_global_hook():
+    if any(hooks):
         return False
     return linear.bias is None and type(linear.weight) is nn.Parameter
 
