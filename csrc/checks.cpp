@@ -96,9 +96,6 @@ void check_writable(const char* op, const char* name, const at::Tensor& t) {
                 " and strides ", t.strides());
     reach += (t.size(order[i]) - 1) * t.stride(order[i]);
   }
-  // Autograd shall know that what it saved of this tensor is gone (it counts a write even where a
-  // later check refuses the call: too many are harmless, too few are not).
-  if (!t.is_inference()) t.unsafeGetTensorImpl()->bump_version();
 }
 
 struct Extent {

@@ -1,6 +1,7 @@
-// What holds for every op that writes a pool, whatever the backend: it has no gradient, and a
-// negated view is nothing to write through. Both as kernels that see any op's arguments and send
-// the call on, at keys where torch's own fallbacks would be as slow and wrong.
+// What holds for every op that writes a pool, whatever the backend: it has no gradient, autograd
+// learns of its writes, and a negated view is nothing to write through. As kernels that see any
+// op's arguments and send the call on, at keys where torch's own fallbacks would be as slow and
+// wrong.
 #include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/AutogradState.h>
@@ -41,6 +42,21 @@ void refuse_grad(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
   op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
 }
 
+// Where torch's own in-place ops do it: what autograd saved of these tensors is gone. A call that
+// is refused has written nothing and counts nothing.
+void count_writes(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                  torch::jit::Stack* stack) {
+  c10::SmallVector<at::Tensor, 8> written;
+  for_each_tensor(op, *stack, [&](const c10::Argument& argument, const c10::IValue& value) {
+    if (argument.alias_info() && argument.alias_info()->isWrite() &&
+        !value.toTensor().is_inference()) {
+      written.push_back(value.toTensor());
+    }
+  });
+  op.redispatchBoxed(keys & c10::after_ADInplaceOrView_keyset, stack);
+  for (const at::Tensor& t : written) t.unsafeGetTensorImpl()->bump_version();
+}
+
 // torch's fallback writes a copy and then looks for it among the outputs, where ours never is.
 void resolve_negated(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                      torch::jit::Stack* stack) {
@@ -55,11 +71,24 @@ void resolve_negated(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
 }
 
 constexpr const char* kOps[] = {
-    "recurrent",         "recurrent_gated", "recurrent_buffered",
-    "recurrent_lowrank", "window_flush",    "window_reset",
-    "chunk_prefill",     "chunk_lowrank",   "short_conv",
-    "conv_gating",       "decode",          "decode_buffered",
-    "decode_lowrank",    "sweep",
+    "recurrent",
+    "recurrent_gated",
+    "recurrent_buffered",
+    "recurrent_lowrank",
+    "window_flush",
+    "window_reset",
+    "chunk_prefill",
+    "chunk_lowrank",
+    "short_conv",
+    "conv_gating",
+    "decode",
+    "decode_buffered",
+    "decode_lowrank",
+    "sweep",
+    "paged_recurrent",
+    "paged_recurrent_gated",
+    "paged_decode_packed",
+    "paged_short_conv",
 };
 
 }  // namespace
@@ -67,6 +96,12 @@ constexpr const char* kOps[] = {
 TORCH_LIBRARY_IMPL(gdn, Autograd, m) {
   for (const char* op : kOps) {
     m.impl(op, torch::CppFunction::makeFromBoxedFunction<&refuse_grad>());
+  }
+}
+
+TORCH_LIBRARY_IMPL(gdn, ADInplaceOrView, m) {
+  for (const char* op : kOps) {
+    m.impl(op, torch::CppFunction::makeFromBoxedFunction<&count_writes>());
   }
 }
 

@@ -75,21 +75,22 @@ TORCH_LIBRARY(gdn, m) {
       ", bool qk_l2norm=False, str activation=\"silu\", bool conv_leading=False) -> "
       "(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta)");
 
-  // --- call forms of serving engines: rows below 1 of a pool are padding (csrc/paged.cpp)
+  // --- call forms of serving engines: rows of a pool below the first are padding (csrc/paged.cpp)
   m.def(
       "paged_recurrent(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) state, "
       "Tensor state_indices, " GDN_PACKED ", " GDN_SCALE ") -> Tensor");
   m.def(
       "paged_recurrent_gated(Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor A_log, "
       "Tensor dt_bias, Tensor(a!) state, Tensor state_indices, " GDN_PACKED ", " GDN_SCALE
-      ") -> Tensor");
+      ", int first_row=1, bool kv_rows=False) -> Tensor");
   m.def(
       "paged_decode_packed(Tensor mixed_qkv, Tensor a, Tensor b, Tensor A_log, Tensor dt_bias, "
-      "Tensor(a!) state, Tensor state_indices, " GDN_SCALE ") -> Tensor");
+      "Tensor(a!) state, Tensor state_indices, Tensor(b!) out, " GDN_SCALE ") -> ()");
   m.def(
       "paged_short_conv(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) conv_state, "
       "Tensor state_indices, Tensor? has_initial_state=None, " GDN_PACKED
-      ", str activation=\"silu\", bool channels_first=False) -> Tensor");
+      ", str activation=\"silu\", bool channels_first=False, bool channels_last=False, "
+      "int first_row=1) -> Tensor");
 
   // --- output norm
   m.def("gated_rms_norm(Tensor x, Tensor gate, Tensor weight, float eps=1e-6) -> Tensor");

@@ -1,4 +1,4 @@
-"""Every invalid call raises before any byte is written.
+"""Every invalid call raises before any byte is written or counted as written.
 
 For each op a valid call is built, in batch form and packed, and then broken in one argument at a
 time: dtype, rank, each size by one, device, expanded or overlapping memory, numbers and strings out
@@ -317,6 +317,7 @@ def test_every_invalid_call_raises_before_any_write(op, packed):
 def attempt(call: Callable, op: str, names: set[str], args: dict) -> str | None:
     """What is wrong with how the call failed, if anything."""
     before = {n: bits(x).clone() for n, x in args.items() if isinstance(x, Tensor)}
+    versions = {n: args[n]._version for n in before}
     try:
         call(**args)
     except (RuntimeError, ValueError, TypeError) as error:
@@ -334,6 +335,8 @@ def attempt(call: Callable, op: str, names: set[str], args: dict) -> str | None:
     for name, old in before.items():
         if args[name].device.type == "cpu" and not torch.equal(old, bits(args[name])):
             return f"{problem}; {name} was written"
+        if args[name]._version != versions[name]:
+            return f"{problem}; {name} counts as written"
     return problem
 
 

@@ -800,28 +800,86 @@ def paged_calls(dtype):
     m = layer(3, dtype)
     pool = make_pool(P, HV, V, K)
     rows_ = torch.tensor([3, 0, 5, 0], dtype=torch.int32)
+    spec = torch.tensor([[3, 1, 9], [-2, 2, 9], [5, 6, 9]])[:, :2]  # columns of a wider table
     gates = (m["a"], m["b"], m["A_log"], m["dt_bias"])
     yield "paged_recurrent", (q, k, v, g, beta, pool, rows_), {"qk_l2norm": True}
+    yield "paged_recurrent", (q, k, v, g, beta, pool, spec), {
+        "num_accepted": torch.tensor([2, 1, 1]),
+    }  # fmt: skip
     yield "paged_recurrent_gated", (q, k, v, *gates, pool, rows_), {"scale": 0.5}
-    yield "paged_decode_packed", (m["x"], *gates, pool, rows_), {"qk_l2norm": True}
+    flat = (q[:, 0], k[:, 0], v[:, 0], *gates, make_pool(P, HV, K, V), rows_[:3])
+    yield "paged_recurrent_gated", flat, {
+        "cu_seqlens": torch.tensor([0, 1, 2, 3]), "first_row": 0, "kv_rows": True,
+    }  # fmt: skip
+    packed = (m["x"], *gates, pool, rows_, torch.zeros(3, 1, HV, V, dtype=dtype))
+    yield "paged_decode_packed", packed, {"qk_l2norm": True}
+    strided = torch.zeros(3, 2, HV, V, dtype=dtype)[:, :1]
+    yield "paged_decode_packed", (*packed[:-1], strided), {}
     conv = (m["weight"], m["bias"], conv_pool(W - 1), rows_)
     yield "paged_short_conv", (m["x"], *conv), {}
     yield "paged_short_conv", (m["x"].t(), *conv), {
         "cu_seqlens": torch.tensor([0, 1, 3]), "channels_first": True,
     }  # fmt: skip
+    rows_first = (m["weight"], m["bias"], conv_pool(W - 1).mT.contiguous(), rows_[:3, None])
+    yield "paged_short_conv", (m["x"][:, :, None], *rows_first), {
+        "channels_first": True, "channels_last": True, "first_row": 0,
+    }  # fmt: skip
 
 
 def test_paged_ops_opcheck_and_compile():
-    torch._dynamo.reset()
     for name, args, kwargs in paged_calls(torch.bfloat16):
+        torch._dynamo.reset()
         op = getattr(torch.ops.gdn, name).default
         library.opcheck(op, args, kwargs)
         copies = [a.clone() for a in args]
         expected = op(*copies, **kwargs)
+        # The views as ops, which other devices run.
+        again = [a.clone() for a in args]
+        assert same(op.decompose(*again, **kwargs), expected), name
         compiled = torch.compile(op, fullgraph=True, backend="aot_eager")
-        assert torch.equal(compiled(*args, **kwargs), expected), name
-        for one, two in zip(args, copies, strict=True):
-            assert torch.equal(one, two), name
+        assert same(compiled(*args, **kwargs), expected), name
+        for one, two, three in zip(args, copies, again, strict=True):
+            assert torch.equal(one, two) and torch.equal(three, two), name
+
+
+def same(one, two):
+    return one is two is None or torch.equal(one, two)
+
+
+def test_paged_ops_tell_autograd_what_they_wrote():
+    for name, args, kwargs in paged_calls(torch.float32):
+        op = getattr(torch.ops.gdn, name).default
+        written = [
+            a for a, x in zip(args, op._schema.arguments, strict=False)
+            if x.alias_info is not None and x.alias_info.is_write
+        ]  # fmt: skip
+        versions = [a._version for a in written]
+        with pytest.raises((RuntimeError, ValueError)):
+            op(*args[:-1], args[-1][:1], **kwargs)
+        assert [a._version for a in written] == versions, name
+        op(*args, **kwargs)
+        assert all(a._version > old for a, old in zip(written, versions, strict=True)), name
+        with torch.inference_mode():
+            op(*args, **kwargs)
+        args = [a.clone().requires_grad_() if a is written[0] else a for a in args]
+        with pytest.raises(RuntimeError, match="requires grad"):
+            op(*args, **kwargs)
+
+
+def test_rows_at_the_ends_of_their_type():
+    """The least number is padding like every other below the first row, the greatest is no row."""
+    q, k, v, g, beta = make_qkv(2, 1, H, HV, K, V)
+    for dtype in (torch.int32, torch.int64):
+        ends = torch.iinfo(dtype)
+        pool = make_pool(P, HV, V, K)
+        before = pool.clone()
+        low = torch.tensor([ends.min, 0], dtype=dtype)
+        o = torch.ops.gdn.paged_recurrent(q, k, v, g, beta, pool, low)
+        assert torch.equal(pool, before) and not o.any()
+        with pytest.raises(RuntimeError, match="below P"):
+            torch.ops.gdn.paged_recurrent(
+                q, k, v, g, beta, pool, torch.tensor([ends.max, 0], dtype=dtype)
+            )
 
 
 def test_paged_ops_raise_before_writing():
@@ -837,7 +895,8 @@ def test_paged_ops_raise_before_writing():
         torch.ops.gdn.paged_recurrent(q, k, v, g, beta, pool, rows_ + 4)
     with pytest.raises(RuntimeError, match="columns"):
         gates = (m["a"], m["b"], m["A_log"], m["dt_bias"])
-        torch.ops.gdn.paged_decode_packed(m["x"][:, :-1], *gates, pool, rows_)
+        out = torch.zeros(3, 1, HV, V)
+        torch.ops.gdn.paged_decode_packed(m["x"][:, :-1], *gates, pool, rows_, out)
     with pytest.raises(RuntimeError, match="two dimensions with cu_seqlens"):
         conv = (m["weight"], None, conv_pool(3), rows_)
         torch.ops.gdn.paged_short_conv(m["x"][None], *conv, cu_seqlens=torch.tensor([0, 3]))
@@ -897,9 +956,18 @@ def engine_calls():
         "cache_indices": at, "has_initial_state": has, "silu_activation": True,
         "is_weight_packed": False,
     }  # fmt: skip
+    yield vllm_cpu.fused_sigmoid_gating_delta_rule_update_spec_cpu, {
+        **gates, "q": q[:, 0], "k": k[:, 0], "v": v[:, 0], "initial_state_source": kv_pool,
+        "spec_state_indices": at[:, None], "num_accepted_tokens": torch.ones_like(at),
+        "cu_seqlens": cu, "use_qk_l2norm_in_kernel": True,
+    }  # fmt: skip
     yield vllm_kunlun.causal_conv1d_update, {
         "x": m["x"], "conv_state": conv_pool(W).mT, **conv, "activation": "silu",
         "conv_state_indices": at,
+    }  # fmt: skip
+    yield vllm_kunlun.causal_conv1d_fn, {
+        "x": m["x"], "conv_states": conv_pool(W).mT, **conv, "query_start_loc": cu,
+        "cache_indices": at, "has_initial_state": has,
     }  # fmt: skip
 
 

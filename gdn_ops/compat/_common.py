@@ -38,14 +38,12 @@ def activation_name(op: str, activation: bool | str | None) -> str:
     return causal_conv1d.activation_name(op, activation)
 
 
-def check_out(op: str, out: Tensor | None, shape: tuple[int, ...], like: Tensor) -> None:
+def check_out(op: str, out: Tensor, like: Tensor) -> None:
     """What the result will be copied into, before anything is written."""
-    if out is None:
-        return
-    if out.shape != shape or out.device != like.device:
+    if out.shape != like.shape or out.device != like.device:
         raise ValueError(
-            f"{op}: out: expected shape {tuple(shape)} on {like.device}, got {tuple(out.shape)} on "
-            f"{out.device}"
+            f"{op}: out: expected shape {tuple(like.shape)} on {like.device}, got "
+            f"{tuple(out.shape)} on {out.device}"
         )
     if out.requires_grad and torch.is_grad_enabled():
         raise RuntimeError(f"{op}: out: is written, so it may not require grad")

@@ -239,13 +239,11 @@ def fused_recurrent_gated_delta_rule_packed_decode(
             :func:`gdn_ops.recurrent_gated`.
         ValueError: out has another shape or device.
     """
-    shape = (mixed_qkv.shape[0], 1, *initial_state.shape[1:3])
-    check_out("fused_recurrent_gated_delta_rule_packed_decode", out, shape, mixed_qkv)
-    o = _paged_decode_packed(
-        mixed_qkv, a, b, A_log, dt_bias, initial_state, ssm_state_indices, scale,
+    _paged_decode_packed(
+        mixed_qkv, a, b, A_log, dt_bias, initial_state, ssm_state_indices, out, scale,
         use_qk_l2norm_in_kernel,
     )  # fmt: skip
-    return out.copy_(o), initial_state
+    return out, initial_state
 
 
 def chunk_gated_delta_rule(
@@ -482,7 +480,8 @@ def causal_conv1d_update(
     if cache_seqlens is not None:
         refuse_given(op, "the state is no ring buffer", cache_seqlens=cache_seqlens)
     activation = activation_name(op, activation)
-    check_out(op, out, x.shape, x)
+    if out is not None:
+        check_out(op, out, x)
     if query_start_loc is not None and conv_state_indices is not None:
         N = conv_state_indices.shape[0]
         if query_start_loc.shape[0] - 1 > N:

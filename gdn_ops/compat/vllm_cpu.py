@@ -15,11 +15,15 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from gdn_ops.compat._common import check_softplus, refuse
+from gdn_ops.compat._common import (
+    _paged_recurrent_gated,
+    _paged_short_conv,
+    check_softplus,
+    refuse,
+)
 from gdn_ops.ops.chunk import chunk_prefill
 from gdn_ops.ops.conv import _short_conv
 from gdn_ops.ops.gates import _gating
-from gdn_ops.ops.recurrent import _recurrent_gated
 
 __all__ = [
     "causal_conv1d_fwd_cpu",
@@ -102,9 +106,9 @@ def fused_sigmoid_gating_delta_rule_update_cpu(
         check_softplus(
             "fused_sigmoid_gating_delta_rule_update_cpu", softplus_beta, softplus_threshold
         )
-    o = _recurrent_gated(
-        q, k, v, a[None], b[None], A_log, dt_bias, initial_state_source.transpose(2, 3),
-        initial_state_indices, None, cu_seqlens, None, None, use_qk_l2norm_in_kernel,
+    o = _paged_recurrent_gated(
+        q, k, v, a, b, A_log, dt_bias, initial_state_source, initial_state_indices, cu_seqlens,
+        None, None, use_qk_l2norm_in_kernel, 0, True,
     )  # fmt: skip
     return o.transpose(0, 1)
 
@@ -136,11 +140,10 @@ def fused_sigmoid_gating_delta_rule_update_spec_cpu(
         check_softplus(
             "fused_sigmoid_gating_delta_rule_update_spec_cpu", softplus_beta, softplus_threshold
         )
-    return _recurrent_gated(
-        q[None], k[None], v[None], a[None], b[None], A_log, dt_bias,
-        initial_state_source.transpose(2, 3), spec_state_indices, None, cu_seqlens,
-        num_accepted_tokens, None, use_qk_l2norm_in_kernel,
-    )[0]  # fmt: skip
+    return _paged_recurrent_gated(
+        q, k, v, a, b, A_log, dt_bias, initial_state_source, spec_state_indices, cu_seqlens,
+        num_accepted_tokens, None, use_qk_l2norm_in_kernel, 0, True,
+    )  # fmt: skip
 
 
 def fused_gdn_gating_cpu(
@@ -207,11 +210,17 @@ def causal_conv1d_fwd_cpu(
             raise ValueError(f"{op}: {name}: expected a tensor, got None")
     if has_initial_state is None:
         has_initial_state = query_start_loc.new_zeros(query_start_loc.shape[0] - 1).bool()
-    y = _short_conv(
-        x.t()[None], _plain_weight(op, weight, is_weight_packed), bias, conv_states, cache_indices,
-        has_initial_state, query_start_loc, None, "silu" if silu_activation else "none", True,
-    )  # fmt: skip
-    return y[0].t()
+    weight = _plain_weight(op, weight, is_weight_packed)
+    activation = "silu" if silu_activation else "none"
+    if cache_indices is not None:
+        return _paged_short_conv(
+            x, weight, bias, conv_states, cache_indices, has_initial_state, query_start_loc, None,
+            activation, True, False, 0,
+        )  # fmt: skip
+    return _short_conv(
+        x.t()[None], weight, bias, conv_states, None, has_initial_state, query_start_loc, None,
+        activation, True,
+    )[0].t()  # fmt: skip
 
 
 def causal_conv1d_update_cpu(
@@ -233,10 +242,15 @@ def causal_conv1d_update_cpu(
     Returns:
         The shape and dtype of x.
     """
+    weight = _plain_weight("causal_conv1d_update_cpu", weight, is_weight_packed)
+    activation = "silu" if silu_activation else "none"
+    if conv_state_indices is not None:
+        return _paged_short_conv(
+            x, weight, bias, conv_states, conv_state_indices, None, None, num_accepted_tokens,
+            activation, False, False, 0,
+        )  # fmt: skip
     y = _short_conv(
-        x if x.dim() == 3 else x.unsqueeze(1),
-        _plain_weight("causal_conv1d_update_cpu", weight, is_weight_packed),
-        bias, conv_states, conv_state_indices, None, None, num_accepted_tokens,
-        "silu" if silu_activation else "none", True,
+        x if x.dim() == 3 else x.unsqueeze(1), weight, bias, conv_states, None, None, None,
+        num_accepted_tokens, activation, True,
     )  # fmt: skip
     return y if x.dim() == 3 else y.squeeze(1)

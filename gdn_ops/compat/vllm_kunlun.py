@@ -25,6 +25,7 @@ from gdn_ops.compat._common import (
     refuse_given,
 )
 from gdn_ops.compat.vllm import fused_recurrent_gated_delta_rule
+from gdn_ops.ops.chunk import chunk
 from gdn_ops.ops.gates import _gating
 
 __all__ = [
@@ -64,14 +65,14 @@ def chunk_gated_delta_rule(
         refuse("chunk_gated_delta_rule", "head_first", head_first, "pass [B, T, H, D]")
     dtype = torch.float32
     if initial_state is not None:
-        dtype, initial_state = initial_state.dtype, initial_state.transpose(2, 3)
-    o, state = vllm.chunk_gated_delta_rule(
-        q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-    )  # fmt: skip
-    if state is not None:
-        state = state.transpose(2, 3).to(dtype, memory_format=torch.contiguous_format)
-    return o, state
+        dtype, initial_state = initial_state.dtype, initial_state.mT
+        if dtype != torch.float32:
+            initial_state = initial_state.float()
+    o, state = chunk(q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm_in_kernel)
+    if not output_final_state:
+        return o, None
+    state = state.mT.contiguous()
+    return o, state if dtype == torch.float32 else state.to(dtype)
 
 
 def fused_gdn_gating(
@@ -117,15 +118,14 @@ def causal_conv1d_fn(
     for name, value in (("query_start_loc", query_start_loc), ("conv_states", conv_states)):
         if value is None:
             raise ValueError(f"{op}: {name}: expected a tensor, got None")
-    states = conv_states.transpose(1, 2)
     if cache_indices is not None and has_initial_state is not None and pad_slot_id < 0:
         return _paged_short_conv(
-            x, weight, bias, states, cache_indices, has_initial_state, query_start_loc, None,
-            activation_name(op, activation),
+            x, weight, bias, conv_states, cache_indices, has_initial_state, query_start_loc, None,
+            activation_name(op, activation), False, True,
         )  # fmt: skip
     return vllm.causal_conv1d_fn(
-        x.t(), weight, bias, states, query_start_loc, cache_indices, has_initial_state, activation,
-        pad_slot_id,
+        x.t(), weight, bias, conv_states.transpose(1, 2), query_start_loc, cache_indices,
+        has_initial_state, activation, pad_slot_id,
     ).t()  # fmt: skip
 
 
@@ -165,13 +165,13 @@ def causal_conv1d_update(
     op = "causal_conv1d_update"
     if cache_seqlens is not None:
         refuse_given(op, "the state is no ring buffer", cache_seqlens=cache_seqlens)
-    state = conv_state.transpose(1, 2)
     one_token = num_accepted_tokens is None and query_start_loc is None
     if one_token and conv_state_indices is not None and pad_slot_id < 0:
         return _paged_short_conv(
-            x, weight, bias, state, conv_state_indices, None, None, None,
-            activation_name(op, activation),
+            x, weight, bias, conv_state, conv_state_indices, None, None, None,
+            activation_name(op, activation), False, True,
         )  # fmt: skip
+    state = conv_state.transpose(1, 2)
     if num_accepted_tokens is None or query_start_loc is not None:
         return vllm.causal_conv1d_update(
             x, state, weight, bias, activation, conv_state_indices, num_accepted_tokens,

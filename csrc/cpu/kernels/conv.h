@@ -212,6 +212,98 @@ static void conv_update(const ConvArgs& a, int64_t columns, const Taps& taps, in
   columns == 3 ? run(std::integral_constant<int, 3>()) : run(std::integral_constant<int, 4>());
 }
 
+// --- prefill: four taps over many tokens whose rows lie at one stride, no float copy between
+
+constexpr int kConvRows = 4;  // tokens and
+constexpr int kConvWide = 2;  // registers of channels whose activation is computed side by side
+
+// y[t] for U tokens and J registers of channels from x[t - 3 .. t]; x[0], x[1], x[2] are the rows
+// before, and are left as those before the next token.
+template <int U, int J, class XT, class YT>
+GDN_INLINE void conv_rows(const float* bias, const float* w, F (*x)[J], const XT* token,
+                          int64_t s_x, YT* y, int64_t s_y, bool with_silu) {
+  F acc[U * J];
+  unrolled<U>(GDN_EACH(t) {
+    unrolled<J>(GDN_EACH(v) { x[3 + t][v] = load(token + t * s_x + v * kLanes); });
+  });
+  unrolled<J>(GDN_EACH(v) {
+    unrolled<U>(GDN_EACH(t) { acc[t * J + v] = load(bias + v * kLanes); });
+    unrolled<4>(GDN_EACH(i) {
+      const F tap = load(w + i * kConvBlock + v * kLanes);
+      unrolled<U>(GDN_EACH(t) { acc[t * J + v] = fma(tap, x[t + i][v], acc[t * J + v]); });
+    });
+  });
+  if (with_silu) silu<U * J>(acc);
+  unrolled<U>(GDN_EACH(t) {
+    if constexpr (J == 2) {
+      store2(y + t * s_y, acc[t * J], acc[t * J + 1]);
+    } else {
+      unrolled<J>(GDN_EACH(v) { store(y + t * s_y + v * kLanes, acc[t * J + v]); });
+    }
+  });
+  unrolled<3>(GDN_EACH(i) { unrolled<J>(GDN_EACH(v) { x[i][v] = x[U + i][v]; }); });
+}
+
+// `tokens` rows of n channels, n a multiple of kLanes. x is the first of them, with the three rows
+// before it in memory.
+template <class XT, class YT>
+static void conv_tokens(const Taps& taps, int64_t c_taps, int64_t n, int64_t tokens, const XT* x,
+                        int64_t s_x, YT* y, int64_t s_y, bool with_silu) {
+  auto channels = [&](int64_t i, auto registers) {
+    constexpr int J = decltype(registers)::value;
+    const float *bias = taps.bias + c_taps + i, *w = &taps.w[0][c_taps + i];
+    F window[3 + kConvRows][J];
+    unrolled<3>(GDN_EACH(t) {
+      unrolled<J>(GDN_EACH(v) { window[t][v] = load(x + (t - 3) * s_x + i + v * kLanes); });
+    });
+    int64_t t = 0;
+    for (; t + kConvRows <= tokens; t += kConvRows) {
+      conv_rows<kConvRows>(bias, w, window, x + t * s_x + i, s_x, y + t * s_y + i, s_y, with_silu);
+    }
+    for (; t < tokens; ++t) {
+      conv_rows<1>(bias, w, window, x + t * s_x + i, s_x, y + t * s_y + i, s_y, with_silu);
+    }
+  };
+  int64_t i = 0;
+  for (; i + kConvWide * kLanes <= n; i += kConvWide * kLanes) {
+    channels(i, std::integral_constant<int, kConvWide>());
+  }
+  for (; i < n; i += kLanes) channels(i, std::integral_constant<int, 1>());
+}
+
+// A live sequence of at least three tokens, W = 4, in tiles that stay in L1; `window` holds three
+// rows of history at stride s and has room for three more. emit(t, rows, y): y is null where the
+// outputs went to a.y.
+template <class XT, class Sink>
+static void conv_prefill(const ConvArgs& a, const Sequence& seq, const Taps& taps, int64_t c_taps,
+                         int64_t c, int64_t n, const View& x, float* window, Sink sink) {
+  const bool direct = a.y.ptr && a.y.dtype == x.dtype;
+  alignas(64) float rows[kConvTokens * kConvBlock];
+  auto out = [&](int64_t t) { return const_cast<XT*>(element<XT>(a.y, seq.b, t, 0)) + c; };
+  auto emit = [&](int64_t t, int64_t count) {
+    for (int64_t j = 0; j < count; ++j) sink(t + j, c, n, rows + j * n);
+  };
+  // The first three tokens see the history.
+  const int64_t first = seq.end - seq.start < 3 ? seq.end - seq.start : 3;
+  for (int64_t j = 0; j < first; ++j) load_row(x, seq.b, seq.start + j, 0, n, window + (3 + j) * n);
+  if (direct) {
+    conv_tokens(taps, c_taps, n, first, window + 3 * n, n, out(seq.start), a.y.st, a.silu);
+  } else {
+    conv_tokens(taps, c_taps, n, first, window + 3 * n, n, rows, n, a.silu);
+    emit(seq.start, first);
+  }
+  for (int64_t t = seq.start + first; t < seq.end; t += kConvTokens) {
+    const int64_t tokens = seq.end - t < kConvTokens ? seq.end - t : kConvTokens;
+    const XT* from = element<XT>(x, seq.b, t, 0);
+    if (direct) {
+      conv_tokens(taps, c_taps, n, tokens, from, x.st, out(t), a.y.st, a.silu);
+    } else {
+      conv_tokens(taps, c_taps, n, tokens, from, x.st, rows, n, a.silu);
+      emit(t, tokens);
+    }
+  }
+}
+
 // n <= kConvBlock channels of one live sequence at once. sink(t, c, n, y) takes the outputs (f32,
 // may be changed, readable to padded(n)) of token t; c counts from channel 0 of the tensor. An
 // update that may write a.y (short_conv) does so itself where no conversion stands between.
@@ -260,7 +352,21 @@ GDN_INLINE void conv_strip(const ConvArgs& a, const Sequence& seq, const Taps& t
   } else {
     load_columns(state + win.history * a.state.s_l, a.state.s_c, a.state.s_l, back, n, window, s);
   }
-  for (int64_t t0 = seq.start; t0 < seq.end; t0 += kConvTokens) {
+  const bool rows = a.W == 4 && x.sd == 1 && n % kLanes == 0;
+  if (rows) {
+    switch (x.dtype) {
+      case DType::f32:
+        conv_prefill<float>(a, seq, taps, c_taps, c, n, x, window, sink);
+        break;
+      case DType::bf16:
+        conv_prefill<bf16_t>(a, seq, taps, c_taps, c, n, x, window, sink);
+        break;
+      case DType::f16:
+        conv_prefill<f16_t>(a, seq, taps, c_taps, c, n, x, window, sink);
+        break;
+    }
+  }
+  for (int64_t t0 = rows ? seq.end : seq.start; t0 < seq.end; t0 += kConvTokens) {
     const int64_t tokens = seq.end - t0 < kConvTokens ? seq.end - t0 : kConvTokens;
     for (int64_t j = 0; j < tokens; ++j) {
       load_row(x, seq.b, t0 + j, 0, n, window + (back + j) * s);
@@ -338,8 +444,10 @@ static void short_conv_block(const ConvArgs& a, int64_t index, int64_t c, int64_
     return;
   }
   if (seq.end <= seq.start) return;
-  // A window of many tokens wants narrow strips; one token has nothing to keep in L1.
-  const int64_t width = seq.end - seq.start == 1 ? kConvBlock : kConvStrip;
+  // Whole registers of channels, then the rest; where the window is memory of its own, strips that
+  // keep it in L1.
+  const bool wide = seq.end - seq.start == 1 || (a.W == 4 && a.x.sd == 1);
+  const int64_t width = !wide ? kConvStrip : n < kLanes ? kLanes : n / kLanes * kLanes;
   conv_channels(a, seq, taps, c, n, width,
                 [&](int64_t t, int64_t channel, int64_t n_strip, float* y) {
                   store_row(a.y, seq.b, t, 0, channel, n_strip, y);
@@ -380,14 +488,19 @@ static void over_blocks(const ConvArgs& a, int64_t blocks, const Parallel& paral
 }
 
 static void short_conv(const ConvArgs& a, const Parallel& parallel) {
+  // As many blocks as threads can share evenly.
+  int64_t blocks = (a.C + kConvBlock - 1) / kConvBlock;
+  blocks = (blocks + parallel.threads - 1) / parallel.threads * parallel.threads;
+  const int64_t strips = (a.C + kConvStrip - 1) / kConvStrip;
+  const int64_t width = (strips + blocks - 1) / blocks * kConvStrip;
   auto channels = [&](int64_t block) {
-    return a.C - block * kConvBlock < kConvBlock ? a.C - block * kConvBlock : kConvBlock;
+    return a.C - block * width < width ? a.C - block * width : width;
   };
   over_blocks(
-      a, (a.C + kConvBlock - 1) / kConvBlock, parallel,
-      [&](int64_t block, Taps& taps) { load_taps(a, block * kConvBlock, channels(block), taps); },
+      a, (a.C + width - 1) / width, parallel,
+      [&](int64_t block, Taps& taps) { load_taps(a, block * width, channels(block), taps); },
       [&](int64_t n, int64_t block, const Taps& taps) {
-        short_conv_block(a, n, block * kConvBlock, channels(block), taps);
+        short_conv_block(a, n, block * width, channels(block), taps);
       });
 }
 
