@@ -342,7 +342,10 @@ __device__ __forceinline__ uint4 load_state(const void* p) {
   return r;
 }
 __device__ __forceinline__ void store_state(void* p, const uint4& v) {
-  *static_cast<uint4*>(p) = v;
+  // The compiler takes a plain store of a packed vector apart, into words.
+  asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z),
+               "r"(v.w)
+               : "memory");
 }
 // What was read by other means leaves L2 first.
 __device__ __forceinline__ void store_evict_first(void* p, const uint4& v) {
