@@ -340,9 +340,35 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> chunk_backward_aten(
     return t.to(like.scalar_type()).contiguous();
   };
   if (!q.is_cpu() || HV < at::get_num_threads()) {
-    auto [dq, dk, dv, dg, dbeta, d_initial] =
-        backward(x, grad_o, grad_final_state, q, k, v, g, beta, initial_state, scale, qk_l2norm);
-    return {as(dq, q), as(dk, k), as(dv, v), as(dg, g), as(dbeta, beta), d_initial};
+    // A group of key heads at a time, so that what is alive fits about kAtOnce.
+    constexpr double kAtOnce = 2e9;
+    const int64_t V = v.size(3), C = chunk_size;
+    const double head = (q.scalar_type() == at::kDouble ? 8.0 : 4.0) * ratio * (x.chunks * C) *
+                        (3.0 * K * V / C + 9 * C + 12 * (K + V));
+    const int64_t group =
+        std::clamp<int64_t>(static_cast<int64_t>(kAtOnce / std::max(head, 1.0)), 1, H);
+    std::vector<std::vector<Tensor>> parts(6);
+    for (int64_t h = 0; h < H; h += group) {
+      const int64_t heads = std::min(group, H - h);
+      auto key = [&](const Tensor& t) { return t.narrow(2, h, heads); };
+      auto value = [&](const Tensor& t) { return t.narrow(2, h * ratio, heads * ratio); };
+      auto state = [&](const OptTensor& t) {
+        return t ? OptTensor(t->narrow(1, h * ratio, heads * ratio)) : OptTensor();
+      };
+      auto [dq, dk, dv, dg, dbeta, d_initial] =
+          backward(x, value(grad_o), state(grad_final_state), key(q), key(k), value(v), value(g),
+                   value(beta), state(initial_state), scale, qk_l2norm);
+      parts[0].push_back(as(dq, q));
+      parts[1].push_back(as(dk, k));
+      parts[2].push_back(as(dv, v));
+      parts[3].push_back(as(dg, g));
+      parts[4].push_back(as(dbeta, beta));
+      parts[5].push_back(d_initial);
+    }
+    auto whole = [&](int i) {
+      return parts[i].size() == 1 ? parts[i][0] : at::cat(parts[i], i == 5 ? 1 : 2);
+    };
+    return {whole(0), whole(1), whole(2), whole(3), whole(4), whole(5)};
   }
   // A value head a task: what it needs stays nearer the processor, and only as much of it is alive
   // as there are threads.

@@ -1,6 +1,6 @@
-// The chunked rule in ATen operations on any device: float64 forward, and the backward of every
-// dtype. cu_seqlens is read on the host to lay the chunks out, so a packed call waits for its
-// device.
+// The chunked rule in ATen operations on any device: float64 forward, and the backward wherever a
+// backend has no kernels for it. cu_seqlens is read on the host to lay the chunks out, so a packed
+// call waits for its device.
 #pragma once
 
 #include <tuple>

@@ -76,6 +76,54 @@ __device__ __forceinline__ void split_rows(unsigned char* panels, float* factor,
   }
 }
 
+// Vectors of 64 floats for each value head of a key head, see FactorsShared::kGates; a warp takes a
+// value head at a time.
+template <int PARTS>
+__device__ __forceinline__ void load_decays(float* gates, const ChunkArgs& a, const OwnedChunk& own,
+                                            int64_t hk, int ratio, int warp, int warps, int lane) {
+  constexpr int GATES = PARTS == 2 ? 4 : 3;
+  for (int h = warp; h < ratio; h += warps) {
+    RawGates raw[2];
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+      const int i = lane + 32 * e;
+      raw[e] = load_gates(a.gates, own.b, own.start + (i < own.tokens ? i : 0), hk * ratio + h);
+    }
+    float sums[2];
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+      const int i = lane + 32 * e;
+      const float x = bits_to_float(raw[e].g, a.gates.g.dtype);
+      const float beta = bits_to_float(raw[e].beta, a.gates.beta.dtype);
+      sums[e] = i >= own.tokens ? 0.f : kLog2e * (x < kLeastLogDecay ? kLeastLogDecay : x);
+      gates[(h * GATES + 2) * kChunk + i] = i >= own.tokens ? 0.f : beta;
+    }
+    // Sums over later tokens: the same scan over the reversed order, each value without its own.
+    const float back_low = __shfl_sync(kFullMask, sums[1], 31 - lane);
+    const float back_high = __shfl_sync(kFullMask, sums[0], 31 - lane);
+    float low = __shfl_up_sync(kFullMask, back_low, 1);
+    float high = __shfl_up_sync(kFullMask, back_high, 1);
+    const float middle = __shfl_sync(kFullMask, back_low, 31);
+    if (lane == 0) {
+      low = 0.f;
+      high = middle;
+    }
+    scan64(low, high, lane);
+    gates[(h * GATES + 1) * kChunk + lane] = __shfl_sync(kFullMask, high, 31 - lane);
+    gates[(h * GATES + 1) * kChunk + lane + 32] = __shfl_sync(kFullMask, low, 31 - lane);
+    std::conditional_t<PARTS == 2, double, float> totals[2] = {sums[0], sums[1]};
+    scan64(totals[0], totals[1], lane);
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+      const float x = static_cast<float>(totals[e]);
+      gates[h * GATES * kChunk + lane + 32 * e] = x;
+      if constexpr (PARTS == 2) {
+        gates[(h * GATES + 3) * kChunk + lane + 32 * e] = static_cast<float>(totals[e] - x);
+      }
+    }
+  }
+}
+
 // body(integral_constant of this warp): its share of the triangle is then known to the compiler,
 // and tiles need no branches.
 template <class Body>
@@ -128,46 +176,7 @@ __global__ void __launch_bounds__(128, 3)
     split_rows<K>(queries, rq, q, a.q.st, own.tokens, a.l2norm);
   }
 
-  for (int h = warp; h < ratio; h += 4) {
-    RawGates raw[2];
-#pragma unroll
-    for (int e = 0; e < 2; e++) {
-      const int i = lane + 32 * e;
-      raw[e] = load_gates(a.gates, own.b, own.start + (i < own.tokens ? i : 0), hk * ratio + h);
-    }
-    float sums[2];
-#pragma unroll
-    for (int e = 0; e < 2; e++) {
-      const int i = lane + 32 * e;
-      const float x = bits_to_float(raw[e].g, a.gates.g.dtype);
-      const float beta = bits_to_float(raw[e].beta, a.gates.beta.dtype);
-      sums[e] = i >= own.tokens ? 0.f : kLog2e * (x < kLeastLogDecay ? kLeastLogDecay : x);
-      gates[(h * GATES + 2) * kChunk + i] = i >= own.tokens ? 0.f : beta;
-    }
-    // Sums over later tokens: the same scan over the reversed order, each value without its own.
-    const float back_low = __shfl_sync(kFullMask, sums[1], 31 - lane);
-    const float back_high = __shfl_sync(kFullMask, sums[0], 31 - lane);
-    float low = __shfl_up_sync(kFullMask, back_low, 1);
-    float high = __shfl_up_sync(kFullMask, back_high, 1);
-    const float middle = __shfl_sync(kFullMask, back_low, 31);
-    if (lane == 0) {
-      low = 0.f;
-      high = middle;
-    }
-    scan64(low, high, lane);
-    gates[(h * GATES + 1) * kChunk + lane] = __shfl_sync(kFullMask, high, 31 - lane);
-    gates[(h * GATES + 1) * kChunk + lane + 32] = __shfl_sync(kFullMask, low, 31 - lane);
-    std::conditional_t<PARTS == 2, double, float> totals[2] = {sums[0], sums[1]};
-    scan64(totals[0], totals[1], lane);
-#pragma unroll
-    for (int e = 0; e < 2; e++) {
-      const float x = static_cast<float>(totals[e]);
-      gates[h * GATES * kChunk + lane + 32 * e] = x;
-      if constexpr (PARTS == 2) {
-        gates[(h * GATES + 3) * kChunk + lane + 32 * e] = static_cast<float>(totals[e] - x);
-      }
-    }
-  }
+  load_decays<PARTS>(gates, a, own, hk, ratio, warp, 4, lane);
   wait_copies<0>();
   __syncthreads();
 
@@ -252,6 +261,10 @@ __global__ void __launch_bounds__(128, 3)
     const float w = exp2_flushed(gates[h * GATES * kChunk + i]);
     float* const to = reinterpret_cast<float*>(out + h * Form::kBytes + Form::kVectors);
     to[i] = w * rk[i];
+    if (layout.beta) {
+      layout.beta[((slot * a.HV + hk * ratio) + h) * kChunk + i] =
+          gates[(h * GATES + 2) * kChunk + i];
+    }
     to[kChunk + i] = PARTS == 2 ? w : a.scale * w * rq[i];
     // Low-rank: of a chunk that another one follows, the newest R tokens are all that is left.
     const bool lost = a.window.fill && i < kChunk - a.window.R;
@@ -392,7 +405,8 @@ __global__ void __launch_bounds__(128, 3)
         }
       }
       const int j = 16 * W + g;
-      const float b0 = Form::kInverseScale * beta[j], b1 = Form::kInverseScale * beta[j + 8];
+      const float b0 = Form::kInverseScale * (layout.beta ? 1.f : beta[j]);
+      const float b1 = Form::kInverseScale * (layout.beta ? 1.f : beta[j + 8]);
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         if (i < W && h > 0) continue;

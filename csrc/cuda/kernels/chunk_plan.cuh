@@ -49,6 +49,7 @@ struct Format {
 struct ChunkLayout {
   unsigned char* factors = nullptr;  // [slots][HV][Format::kBytes]
   unsigned char* keys = nullptr;     // two parts: [slots][H][keys, queries]
+  float* beta = nullptr;             // backward: [slots][HV][64]; the inverse is then without it
   float* updates = nullptr;          // low rank by tokens: [N][HV][R][V], token p at p % R
   int64_t slots = 0;
   int64_t chunks = 0;                                // of every sequence, without cu_seqlens

@@ -51,6 +51,20 @@ cudaError_t window_reset(const RecurrentArgs& a, cudaStream_t stream);
 size_t chunk_workspace(const ChunkArgs& a);
 cudaError_t chunk(const ChunkArgs& a, void* workspace, cudaStream_t stream);
 
+// Gradients of the functional form. `forward` as in the forward call, `read` null or [N, HV, V, K]
+// float32 contiguous; `out` and `write` are not looked at.
+struct ChunkBackwardArgs {
+  ChunkArgs forward;
+  View grad_o;                        // dtype and shape of v
+  const float* grad_final = nullptr;  // [N, HV, V, K] contiguous, null: zero
+  float* grad_initial = nullptr;      // the same
+  View dq, dk, dv, dg, dbeta;         // contiguous; dg and dbeta of any dtype
+};
+// Whether the kernels take it: 16 bits, K = 64 or 128, V a multiple of 64, contiguous K and V.
+bool chunk_backward_can(const ChunkBackwardArgs& a);
+size_t chunk_backward_workspace(const ChunkBackwardArgs& a);
+cudaError_t chunk_backward(const ChunkBackwardArgs& a, void* workspace, cudaStream_t stream);
+
 cudaError_t gating(const GatingArgs& a, cudaStream_t stream);
 cudaError_t short_conv(const ConvArgs& a, cudaStream_t stream);
 // Functional form: `a.state` is the initial state (null: none), `final_state` another tensor.

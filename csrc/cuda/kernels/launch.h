@@ -31,7 +31,20 @@ inline int multiprocessors() {
   return cached;
 }
 
-// Every kernel launched here calls wait_for_previous_kernel before it touches memory.
+// Bytes of shared memory that a block may ask for.
+inline int shared_limit() {
+  static thread_local int cached_device = -1, cached = 0;
+  int device = 0;
+  if (cudaGetDevice(&device) != cudaSuccess) return 0;
+  if (device != cached_device) {
+    cudaDeviceGetAttribute(&cached, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    cached_device = device;
+  }
+  return cached;
+}
+
+// Every kernel launched here calls wait_for_previous_kernel, before it touches memory unless it
+// says why not.
 template <class... P, class... A>
 cudaError_t launch(void (*kernel)(P...), dim3 grid, dim3 block, size_t shared, cudaStream_t stream,
                    A&&... args) {
