@@ -14,6 +14,9 @@
 //
 // prepare_window also appends the new keys and log decays. Before a fold, which reads the old keys
 // and whose slots the new ones take, it copies them to the workspace.
+//
+// Where the dtypes are the usual ones and a sequence has few tokens the rows' blocks do without it
+// (ALONE): inner.cuh has what they share then.
 #pragma once
 
 #include <type_traits>
@@ -21,8 +24,9 @@
 #include "conv_inside.cuh"
 #include "kernels.h"
 #include "norm.cuh"
-#include "window.cuh"
+#include "inner.cuh"
 #include "mma.cuh"
+#include "window.cuh"
 
 namespace gdn {
 namespace cuda {
@@ -56,21 +60,11 @@ struct WindowWorkspace {
   }
 };
 
-// Columns of the products with the base, [token, k or q][pitch]. The tensor cores take those of a
-// 16-bit base in two parts of its own type, hi and lo, one after the other. A f32 base has its
-// columns in f32, which the tensor cores take as three products of tf32 parts; for a single token
-// plain arithmetic is as fast, on four columns of k and of q in turn, [K / 4][k, q][4].
-template <class ST, int K, int TG>
-struct WindowColumns {
-  static constexpr bool k16Bit = sizeof(ST) == 2;
-  static constexpr bool kMma = k16Bit || TG > 1;
-  static constexpr int kPitch = k16Bit ? K + 8 : K + 4;  // against bank conflicts
-  static constexpr int kFloats = kMma ? 2 * TG * kPitch : 2 * K;
-};
-
 __host__ __device__ constexpr int record_floats(int R, int TG) {
   return (4 * TG + (R + TG) * TG * 2 + 3) / 4 * 4;
 }
+
+struct NoProducts {};
 
 // Stands for a ConvToken where the convolution is not inside.
 struct NoConv {
@@ -352,35 +346,55 @@ struct BufferedGrid {
   int64_t first = 0;  // sequence of blockIdx.y == 0
   FastDiv row_blocks, ratio;
   bool flush = false;
-  unsigned wave = 0;  // blocks that may start before prepare_window is done
+  unsigned wave = 0;  // blocks that may start before the kernel before is done
+  int blocks = 0;     // alone: of a sequence
   NormTail norm;
 };
 
-// Bytes of shared memory of a block.
-template <class ST, int K, int VB, int TG>
+// Where things stand in the shared memory of a block of VB rows.
+template <class ST, class KT, int K, int VB, int TG, bool ALONE>
 struct BufferedShared {
   using Columns = WindowColumns<ST, K, TG>;
   static constexpr int kTile = VB * K * static_cast<int>(sizeof(ST));
-  // The products of a row; before them, eight updates of a row for the fold of a f32 base.
+  // Tokens of 16 bits have no second part.
+  static constexpr int kColumns =
+      ALONE && Columns::k16Bit ? 2 * TG * Columns::kPitch * 2 : Columns::kFloats * 4;
+  // The products of a row; before them, eight updates of a row for the fold of a f32 base, and
+  // before those the keys of the window or their inner products.
   static constexpr int kScratch = Columns::k16Bit ? VB * TG * 8 : VB * 8 * 4;
   static_assert(TG <= 4, "float2 products of a row fit where its eight updates were");
-  static constexpr int kRecord = kTile + Columns::kFloats * 4 + kScratch;
+  static constexpr int kProducts = kTile + kColumns;
+  static __host__ __device__ int rest_at(int R) {
+    int bytes = kScratch;
+    if constexpr (ALONE) {
+      const int entries = inner_tiles(R) * InnerProducts<KT, K, VB / 32, TG>::kTileBytes;
+      bytes = entries > bytes ? entries : bytes;
+    }
+    return kProducts + bytes;
+  }
+  static __host__ __device__ int record_at(int R) {
+    if constexpr (ALONE) return rest_at(R) + InnerProducts<KT, K, VB / 32, TG>::kRestBytes;
+    return rest_at(R);
+  }
+  static __host__ __device__ int folds_at(int R) { return record_at(R) + record_floats(R, TG) * 4; }
   // `conv`: and inputs and history of the convolution, 16 bits each.
   static __host__ __device__ int bytes(int R, bool conv) {
-    return kRecord + record_floats(R, TG) * 4 + (conv ? 4 * VB * 2 : 0);
+    return folds_at(R) + (ALONE ? (R + 4) / 4 * 16 : 0) + (conv ? 4 * VB * 2 : 0);
   }
 };
 
 // blockIdx.x = head * row_blocks + row block, blockIdx.y = sequence. VB rows, a thread each; TG
 // tokens are taken together. ST, AT, KT, UT: state, activations, keys and updates of the window.
-// CONV: v comes out of the convolution here (one token a sequence).
-template <class ST, class AT, class KT, class UT, int K, int VB, int TG, int MIN_BLOCKS, bool CONV>
+// CONV: v comes out of the convolution here (one token a sequence). ALONE: no prepare_window; a
+// sequence has at most TG tokens.
+template <class ST, class AT, class KT, class UT, int K, int VB, int TG, int MIN_BLOCKS, bool CONV,
+          bool ALONE>
 __global__ void __launch_bounds__(VB, MIN_BLOCKS)
     buffered_rows(const __grid_constant__ RecurrentArgs a,
                   const __grid_constant__ BufferedGrid grid,
                   const __grid_constant__ WindowWorkspace ws,
                   const __grid_constant__ ConvInside conv) {
-  using Shared = BufferedShared<ST, K, VB, TG>;
+  using Shared = BufferedShared<ST, KT, K, VB, TG, ALONE>;
   using Columns = WindowColumns<ST, K, TG>;
   constexpr int WARPS = VB / 32, E = 16 / sizeof(ST), CH = K / E, NV = 2 * TG;
   constexpr int PRE = 16;  // entries of u a thread has in flight
@@ -428,7 +442,8 @@ __global__ void __launch_bounds__(VB, MIN_BLOCKS)
   // Of the convolution, prepare_window touches other channels.
   const int channel = conv.first_v + static_cast<int>(hv) * V + row0;
   const int channels = V - row0 < VB ? V - row0 : VB;
-  uint4* const staged = reinterpret_cast<uint4*>(shared + Shared::bytes(ws.R, false));
+  const int R = ALONE ? static_cast<int>(w.R) : ws.R;
+  uint4* const staged = reinterpret_cast<uint4*>(shared + Shared::bytes(R, false));
   // The first blocks start while prepare_window runs. What runs with it writes neither base nor
   // indices (`early`), so they ask for the base before they wait for the plan; the others find the
   // plan, and ask for all that depends on it first, as it would queue behind the base.
@@ -436,7 +451,16 @@ __global__ void __launch_bounds__(VB, MIN_BLOCKS)
     return row >= 0 && tokens > 0 && !fresh && !grid.flush;
   };
   const bool first_wave = blockIdx.y * gridDim.x + blockIdx.x < grid.wave;
-  if (first_wave) {
+  if (ALONE && first_wave) {
+    constexpr int LINE = 128 / sizeof(ST), LINES = K / LINE;
+    const int64_t row = guess_row(a.seqs, n);
+    const ST* const from = home + row * a.state.s_p + warp_row * a.state.s_v;
+    for (int i = lane; row >= 0 && i < 32 * LINES; i += 32) {
+      if (warp_row + i / LINES < V)
+        prefetch_line(from + i / LINES * a.state.s_v + i % LINES * LINE);
+    }
+  }
+  if (!ALONE && first_wave) {
     const WindowRow s = window_row<TG == 1>(a, n);
     home += s.row * a.state.s_p;
     if (wanted(s.row, s.tokens, s.fresh)) copy_base();
@@ -446,8 +470,15 @@ __global__ void __launch_bounds__(VB, MIN_BLOCKS)
   }
   wait_for_previous_kernel();
   let_next_kernel_start();
-  const WindowPlan plan = ws.plans[n];
-  if (!first_wave) home += plan.row * a.state.s_p;
+  WindowPlan plan;
+  WindowRow held_by;
+  if constexpr (ALONE) {  // the counts come later
+    held_by = window_row<TG == 1>(a, n);
+    plan = plan_of(a, held_by, 0, false);
+  } else {
+    plan = ws.plans[n];
+  }
+  if (ALONE || !first_wave) home += plan.row * a.state.s_p;
   const int T = plan.tokens;
   const int64_t b = TG == 1 ? n : a.seqs.cu_seqlens.ptr ? 0 : n;
   if (plan.row < 0) {
@@ -460,18 +491,19 @@ __global__ void __launch_bounds__(VB, MIN_BLOCKS)
     return;
   }
   if (T == 0 && !plan.fold) return;
-  if (blockIdx.x == 0 && tid == 0) {
+  if (!ALONE && blockIdx.x == 0 && tid == 0) {
     w.fill[plan.row * w.s_fill] =
         pack_fill({(plan.fold ? 0 : plan.pending) + T, T > 0 ? T - 1 : 0, 0});
   }
   // Updates are asked for before the base where their registers cost no other block its place.
   constexpr bool kUpdatesFirst = sizeof(ST) == 4;
-  const bool base_due =
-      first_wave ? grid.flush && plan.fold : plan.fold || wanted(plan.row, plan.tokens, plan.fresh);
+  const bool base_due = !ALONE && first_wave
+                            ? grid.flush && plan.fold
+                            : plan.fold || wanted(plan.row, plan.tokens, plan.fresh);
   if constexpr (CONV) {
     if (!first_wave) conv.fetch<AT, VB>(staged, n, plan.row, plan.fresh, channel, channels);
   }
-  if (!kUpdatesFirst && base_due) copy_base();
+  if (!ALONE && !kUpdatesFirst && base_due) copy_base();
 
   // Pointers once; inside a row offsets fit 32 bits (window_refusal).
   DType at = a.q.dtype;
@@ -485,8 +517,8 @@ __global__ void __launch_bounds__(VB, MIN_BLOCKS)
   const int v_st = static_cast<int>(a.v.st), v_sd = static_cast<int>(a.v.sd);
   const int o_st = static_cast<int>(a.out.st), o_sd = static_cast<int>(a.out.sd);
   unsigned char* const columns = shared + Shared::kTile;
-  float2* const products = reinterpret_cast<float2*>(columns + Columns::kFloats * 4);
-  const float4* const record = reinterpret_cast<const float4*>(shared + Shared::kRecord);
+  float2* const products = reinterpret_cast<float2*>(shared + Shared::kProducts);
+  const float4* const record = reinterpret_cast<const float4*>(shared + Shared::record_at(R));
   const float2* const weights = reinterpret_cast<const float2*>(record + TG);
   int count = plan.fold ? 0 : plan.pending;
 
@@ -510,35 +542,105 @@ __global__ void __launch_bounds__(VB, MIN_BLOCKS)
     }
   };
   // Entries past the last are read as the last: never used, and no predicate a load.
-  const auto load_four = [&](int e0, int to) {
+  const auto load_four = [&](int e0, int to, int count) {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const int e = e0 + i < count ? e0 + i : count - 1;
       raw_u[to + i] = load_one<UT>(pu, w.u_dtype, e * su + (live ? tid : 0));
     }
   };
+  int held = count;  // entries whose updates are asked for at once
   const auto load_u = [&]() {
 #pragma unroll
     for (int e = 0; e < PRE; e += 4) {
-      if (e < count) load_four(e, e);
+      if (e < held) load_four(e, e, held);
     }
   };
   const auto tokens_of = [&](int t0) { return TG == 1 ? 1 : T - t0 < TG ? T - t0 : TG; };
-  if (T > 0) {
-    copy_prepared(0);
-    if (kUpdatesFirst) {
-      load_v(0, tokens_of(0));
-      load_u();
-    }
-  }
-  if (kUpdatesFirst && base_due) copy_base();
   const auto arrived = [&]() { asm volatile("cp.async.wait_all;" ::: "memory"); };
+  const char* pw = nullptr;  // keys that a fold reads
+  int key_step = K;
+  float* fold = nullptr;  // its weights
+  using Inner = std::conditional_t<ALONE, InnerProducts<KT, K, WARPS, TG>, NoProducts>;
+  Inner inner;
+  if constexpr (ALONE) {
+    KT* const keys = static_cast<KT*>(w.k) + plan.row * w.sk_p + h * w.sk_h;
+    pw = reinterpret_cast<const char*>(keys);
+    key_step = static_cast<int>(w.sk_r);
+    fold = reinterpret_cast<float*>(shared + Shared::folds_at(R));
+    inner.entries = shared + Shared::kProducts;
+    inner.rest = shared + Shared::rest_at(R);
+    inner.warp = warp;
+    inner.group = group;
+    inner.quad = quad;
+    // What is small is asked for before the counts are known, keys and log decays of every slot.
+    // The base comes last, as what is asked for after it arrives after it.
+    __shared__ unsigned counts;
+    unsigned word = 0;
+    if (tid == 0) {
+      word = atomicAdd(reinterpret_cast<unsigned*>(w.fill + plan.row * w.s_fill), 1u << 24);
+    }
+    for (int first = 0; first < (Inner::kStaged ? R : 1); first += 16) {
+      inner.ask_keys(keys, key_step, R, first);
+    }
+    commit_copies();
+    // Each token has a warp; a single one takes them in turn, block by block.
+    const int token = TG == 1 ? (warp + static_cast<int>(blockIdx.x)) % WARPS : warp;
+    TokenWeights<ST, KT, K, WARPS, TG> own_weights;
+    TokenColumns<ST, KT, K, TG> own;
+    inner.ask_tokens(a, b, plan.start, h, T);
+    if (token < T) {
+      own_weights.ask_decays(w, plan, hv, lane);
+      own_weights.ask_gates(a.gates, b, plan.start, hv, T, lane);
+      own.ask(a, b, plan.start + token, h, lane);
+    }
+    if (tid == 0) counts = word;
+    __syncthreads();
+    plan = plan_of(a, held_by, static_cast<int32_t>(counts), false);
+    count = plan.fold ? 0 : plan.pending;
+    held = kUpdatesFirst ? plan.pending : count;  // the fold of a f32 base needs them too
+    load_v(0, T);
+    load_u();
+    if (!plan.fresh) copy_base();
+    commit_copies();
+    // The last block to ask writes the counts; after a fold the last to have read what it folded.
+    if (tid == 0 && !plan.fold && (counts >> 24) + 1 == static_cast<unsigned>(grid.blocks)) {
+      w.fill[plan.row * w.s_fill] = pack_fill({count + T, T - 1, 0});
+    }
+    if (token < T) own_weights.weigh(fold, a, plan, token, lane);
+    if (Inner::kStaged) wait_copies<1>();
+    inner.multiply(keys, key_step, count);
+    __syncthreads();
+    if (Inner::kRounds) {
+      inner.multiply_own(a.l2norm);
+      __syncthreads();
+    }
+    if (token < T) {
+      const TokenFactors f = inner.factors(token, a.l2norm);
+      const bool keeps = !plan.fold && row0 == 0 && hv == h * grid.ratio.divisor;
+      own.write(columns, keeps ? keys + (count + token) * key_step : nullptr, f, token, lane);
+      own_weights.write(inner, f, const_cast<float4*>(record), a, plan, hv, row0 == 0, token, lane);
+    }
+  } else {
+    if (T > 0) {
+      copy_prepared(0);
+      if (kUpdatesFirst) {
+        load_v(0, tokens_of(0));
+        load_u();
+      }
+    }
+    if (kUpdatesFirst && base_due) copy_base();
+  }
 
   if (plan.fold) {
     const int folded = plan.pending;
-    const char* const pw = ws.keys_of(n, h);
-    const float* const fold = ws.fold_of(n, hv);
-    const float whole = fold[ws.R];
+    if constexpr (ALONE) {
+      __syncthreads();
+    } else {
+      pw = ws.keys_of(n, h);
+      fold = ws.fold_of(n, hv);
+    }
+    const float whole = fold[R];
     if constexpr (Columns::k16Bit) {
       // base [rows x K] = whole * base + (weights * u)^T [rows x entries] keys [entries x K].
       // Column n of n-tile j of a block of 64 columns is column 8 n + j there: then a lane's
@@ -591,10 +693,19 @@ __global__ void __launch_bounds__(VB, MIN_BLOCKS)
             for (int i = 0; i < 4; i++) {
               const int e = e0 + 2 * quad + (i & 1) + (i & 2) * 4;
               Some<8> raw;
+              if constexpr (ALONE) {
+                uint4 x = make_uint4(0, 0, 0, 0);
+                if (e < folded) x = *inner.piece(e, block * 8 + group);
+                raw.w[0] = x.x;
+                raw.w[1] = x.y;
+                raw.w[2] = x.z;
+                raw.w[3] = x.w;
+              } else {
 #pragma unroll
-              for (int x = 0; x < 8; x++) raw.w[x] = 0;
-              if (e < folded) {
-                raw = load_some<KT, 8>(pw, w.k_dtype, e * K + block * 64 + group * 8);
+                for (int x = 0; x < 8; x++) raw.w[x] = 0;
+                if (e < folded) {
+                  raw = load_some<KT, 8>(pw, w.k_dtype, e * K + block * 64 + group * 8);
+                }
               }
               if (exact_keys) {
 #pragma unroll
@@ -659,9 +770,15 @@ __global__ void __launch_bounds__(VB, MIN_BLOCKS)
           x[i] = 0.f;
           if (e < folded && live) {
             const float weight = fold[e];
-            const float u = one_to_float<UT>(load_one<UT>(pu, w.u_dtype, e * su + tid), w.u_dtype);
+            uint32_t raw = ALONE ? raw_u[i] : 0;
+            if (!ALONE || e0 >= PRE) raw = load_one<UT>(pu, w.u_dtype, e * su + tid);
+            const float u = one_to_float<UT>(raw, w.u_dtype);
             x[i] = weight == 0.f ? 0.f : weight * u;
           }
+        }
+        if (ALONE) {
+#pragma unroll
+          for (int i = 0; i < STEP; i++) raw_u[i] = raw_u[i + STEP];
         }
         float4* const to = reinterpret_cast<float4*>(mine + lane * STEP);
         to[0] = make_float4(x[0], x[1], x[2], x[3]);
@@ -677,7 +794,8 @@ __global__ void __launch_bounds__(VB, MIN_BLOCKS)
           for (int i = 0; i < STEP; i++) {
             // Past the last entry any finite key does, as its factor is zero.
             const int e = e0 + i < folded ? e0 + i : folded - 1;
-            some_to_float<KT, E>(load_some<KT, E>(pw, w.k_dtype, e * K + c * E), w.k_dtype, k[i]);
+            some_to_float<KT, E>(load_some<KT, E>(pw, w.k_dtype, e * key_step + c * E), w.k_dtype,
+                                 k[i]);
           }
           arrived();
           __syncwarp();
@@ -710,12 +828,16 @@ __global__ void __launch_bounds__(VB, MIN_BLOCKS)
         }
       }
     }
+    // No entries are left; saying so keeps registers from being held for them up there.
+#pragma unroll
+    for (int e = 0; e < PRE; e++) raw_u[e] = 0;
   }
 
   for (int t0 = 0; t0 < (TG == 1 ? (T > 0 ? 1 : 0) : T); t0 += TG) {
     const int tokens = tokens_of(t0);
-    if (!kUpdatesFirst || t0 > 0) {
+    if (!ALONE && (!kUpdatesFirst || t0 > 0)) {
       load_v(t0, tokens);
+      held = count;
       load_u();
     }
     NormInputs<TG> norm_in;
@@ -746,20 +868,23 @@ __global__ void __launch_bounds__(VB, MIN_BLOCKS)
       if constexpr (Columns::k16Bit) {
         const ST* const column = reinterpret_cast<const ST*>(columns) +
                                  (group < NV ? group : 0) * Columns::kPitch + 2 * quad;
+        const uint32_t first_row = shared_address(tile + (lane & 15) * CH);
+        const uint32_t first_chunk = ((lane >> 4) ^ (lane & 7)) * 16;
 #pragma unroll
         for (int m = 0; m < 2; m++) {
           float c[4] = {0.f, 0.f, 0.f, 0.f}, d[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
           for (int s = 0; s < K / 16; s++) {
             uint32_t rows[4];
-            load_matrices(rows,
-                          shared_address(&chunk_at(m * 16 + (lane & 15), 2 * s + (lane >> 4))));
+            // chunk_at(m * 16 + (lane & 15), 2 * s + (lane >> 4)), in a form that is cheaper to
+            // work out than to keep.
+            load_matrices(rows, first_row + m * 16 * CH * 16 + (first_chunk ^ (s * 32)));
             const auto word = [&](int offset) {
               return *reinterpret_cast<const uint32_t*>(column + 16 * s + offset);
             };
             constexpr int low = NV * Columns::kPitch;
             mma_16x8x16<ST>(c, rows, word(0), word(8));
-            mma_16x8x16<ST>(d, rows, word(low), word(low + 8));
+            if (!ALONE) mma_16x8x16<ST>(d, rows, word(low), word(low + 8));
           }
           keep_products(m, c, d);
         }
@@ -795,7 +920,7 @@ __global__ void __launch_bounds__(VB, MIN_BLOCKS)
               }
               mma_16x8x8(c[m], big, b0[e], b1[e]);
               mma_16x8x8(d[m], small, b0[e], b1[e]);
-              mma_16x8x8(d[m], big, rest0, rest1);
+              if (!ALONE) mma_16x8x8(d[m], big, rest0, rest1);  // 16-bit tokens have none
             }
           }
         }
@@ -842,7 +967,7 @@ __global__ void __launch_bounds__(VB, MIN_BLOCKS)
 #pragma unroll
       for (int i = 0; i < PRE; i += 4) {
         if (e0 + i < count) {
-          if (e0 > 0) load_four(e0 + i, i);
+          if (e0 > 0) load_four(e0 + i, i, count);
 #pragma unroll
           for (int j = i; j < i + 4; j++) {
             if (e0 + j < count) add_entry(e0 + j, one_to_float<UT>(raw_u[j], w.u_dtype), 0);
@@ -876,9 +1001,21 @@ __global__ void __launch_bounds__(VB, MIN_BLOCKS)
       norm_tail<TG, WARPS>(grid.norm, out, norm_in, tokens, b, token, hv, tid, live, V, at, parts);
     }
     count += tokens;
-    if (t0 + TG < T) {
+    if (!ALONE && t0 + TG < T) {
       __syncthreads();
       copy_prepared(t0 + TG);
+    }
+  }
+  if constexpr (ALONE) {
+    if (plan.fold) {  // the new entries take the slots of those that were folded
+      __shared__ bool last;
+      if (tid == 0) last = arrive_last(a, plan, 2 * grid.blocks);
+      __syncthreads();
+      if (last) {
+        WindowPlan empty = plan;
+        empty.pending = empty.head = 0;
+        append_entries<K>(a, empty, n);
+      }
     }
   }
 }

@@ -3,6 +3,7 @@
 
 #include <type_traits>
 
+#include "append.cuh"
 #include "buffered.cuh"
 #include "launch.h"
 #include "select.h"
@@ -31,12 +32,12 @@ WindowWorkspace workspace_of(const RecurrentArgs& a, void* memory) {
 }
 
 template <class ST, class AT, class KT, class UT, int K, int VB, int TG, int MIN_BLOCKS,
-          bool CONV = false>
+          bool CONV = false, bool ALONE = false>
 cudaError_t launch_buffered_rows(const RecurrentArgs& a, const WindowCall& call,
                                  cudaStream_t stream) {
   const WindowWorkspace ws = workspace_of<ST, K, TG>(a, call.workspace);
-  const auto kernel = buffered_rows<ST, AT, KT, UT, K, VB, TG, MIN_BLOCKS, CONV>;
-  const int shared = BufferedShared<ST, K, VB, TG>::bytes(ws.R, CONV);
+  const auto kernel = buffered_rows<ST, AT, KT, UT, K, VB, TG, MIN_BLOCKS, CONV, ALONE>;
+  const int shared = BufferedShared<ST, KT, K, VB, TG, ALONE>::bytes(ws.R, CONV);
   cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
   if (error == cudaSuccess) {
@@ -52,16 +53,28 @@ cudaError_t launch_buffered_rows(const RecurrentArgs& a, const WindowCall& call,
   ConvInside conv;
   if constexpr (CONV) conv = conv_inside(*call.front);
   const int64_t blocks = a.HV * grid.row_blocks.divisor;
+  grid.blocks = static_cast<int>(blocks);
   for (; error == cudaSuccess && grid.first < a.seqs.N; grid.first += kMaxGridY) {
     const int64_t count = a.seqs.N - grid.first < kMaxGridY ? a.seqs.N - grid.first : kMaxGridY;
-    error = launch(prepare_window<ST, AT, KT, K, TG, CONV>,
-                   dim3(static_cast<unsigned>(a.H), static_cast<unsigned>(count)), dim3(32), 0,
-                   stream, a, ws, conv, grid.first, call.flush, call.early);
-    if (error != cudaSuccess) break;
+    if constexpr (!ALONE) {
+      error = launch(prepare_window<ST, AT, KT, K, TG, CONV>,
+                     dim3(static_cast<unsigned>(a.H), static_cast<unsigned>(count)), dim3(32), 0,
+                     stream, a, ws, conv, grid.first, call.flush, call.early);
+      if (error != cudaSuccess) break;
+    }
     error = launch(kernel, dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(count)),
                    dim3(VB), shared, stream, a, grid, ws, conv);
   }
   return error;
+}
+
+// Whether the blocks of the rows do without a kernel before them: they take the tokens of a
+// sequence together, and its counts can hold them twice. Several tokens beside a 16-bit base are
+// faster with it, and so is what follows a convolution (docs/cuda.md).
+template <class ST>
+bool stands_alone(const RecurrentArgs& a, const WindowCall& call, int rows) {
+  return !a.seqs.cu_seqlens.ptr && a.seqs.T <= (sizeof(ST) == 4 ? 4 : 1) && !call.early &&
+         countable_blocks(2 * a.HV * ((a.V + rows - 1) / rows)) > 0;
 }
 
 template <class ST, class AT, class KT, class UT, int K>
@@ -72,6 +85,18 @@ cudaError_t launch_buffered_k(const RecurrentArgs& a, const WindowCall& call, cu
   if constexpr (!kIsAny<AT> && sizeof(ST) == 2) {
     if (call.front) {
       return launch_buffered_rows<ST, AT, KT, UT, K, rows, 1, blocks, true>(a, call, stream);
+    }
+  }
+  if constexpr (!kIsAny<AT>) {
+    if (stands_alone<ST>(a, call, rows)) {
+      if (one) {
+        return launch_buffered_rows<ST, AT, KT, UT, K, rows, 1, blocks, false, true>(a, call,
+                                                                                     stream);
+      }
+      if constexpr (sizeof(ST) == 4) {
+        return launch_buffered_rows<ST, AT, KT, UT, K, rows, 4, blocks, false, true>(a, call,
+                                                                                     stream);
+      }
     }
   }
   return one ? launch_buffered_rows<ST, AT, KT, UT, K, rows, 1, blocks>(a, call, stream)

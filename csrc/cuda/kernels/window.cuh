@@ -49,10 +49,10 @@ __device__ __forceinline__ WindowRow window_row(const RecurrentArgs& a, int64_t 
   return s;
 }
 
-template <bool ONE>
-__device__ __forceinline__ WindowPlan plan_window(const RecurrentArgs& a, int64_t n, bool flush) {
+// `packed`: the word of counts. Blocks count themselves in its top byte (arrive_last).
+__device__ __forceinline__ WindowPlan plan_of(const RecurrentArgs& a, const WindowRow& s,
+                                              int32_t packed, bool flush) {
   WindowPlan p;
-  const WindowRow s = window_row<ONE>(a, n);
   p.row = s.row;
   p.start = s.start;
   p.tokens = flush ? 0 : s.tokens;
@@ -66,14 +66,20 @@ __device__ __forceinline__ WindowPlan plan_window(const RecurrentArgs& a, int64_
     return p;
   }
   if (s.fresh) return p;
-  // Blocks of the low-rank kernel count themselves in the top byte of this word (arrive_last).
-  const int32_t packed =
-      *static_cast<const volatile int32_t*>(a.window.fill + p.row * a.window.s_fill);
   const WindowCounts kept = kept_entries(packed, a.seqs.num_accepted.ptr ? s.accepted : -1);
   p.pending = kept.fill > R ? R : kept.fill;
   p.head = kept.head < R ? kept.head : 0;
   p.fold = a.state.ptr && p.pending > 0 && (flush || p.pending + p.tokens > R);
   return p;
+}
+template <bool ONE>
+__device__ __forceinline__ WindowPlan plan_window(const RecurrentArgs& a, int64_t n, bool flush) {
+  const WindowRow s = window_row<ONE>(a, n);
+  int32_t packed = 0;
+  if (s.row >= 0 && !s.fresh) {
+    packed = *static_cast<const volatile int32_t*>(a.window.fill + s.row * a.window.s_fill);
+  }
+  return plan_of(a, s, packed, flush);
 }
 
 // Element i of memory of dtype d, as an address.
