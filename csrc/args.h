@@ -117,6 +117,17 @@ struct ChunkArgs {
   bool l2norm = false;
 };
 
+// Gradients of `chunk`. forward.read is the initial state, if any; forward.out and write are
+// unused.
+struct ChunkBackwardArgs {
+  ChunkArgs forward;
+  View grad_out;
+  StatePool grad_state;        // of the final state; ptr null: zero
+  View dq, dk, dv, dg, dbeta;  // outputs, contiguous
+  StatePool dstate;            // of the initial state, contiguous
+  float* work = nullptr;       // linear in T
+};
+
 struct GatingArgs {
   int64_t rows_b = 0, rows_t = 0, HV = 0;
   View a, b;

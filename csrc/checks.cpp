@@ -552,6 +552,40 @@ ChunkArgs chunk_args(const char* op, const at::Tensor& q, const at::Tensor& k, c
   return a;
 }
 
+ChunkBackwardArgs chunk_backward_args(const char* op, const at::Tensor& grad_o,
+                                      const OptTensor& grad_final_state, const at::Tensor& q,
+                                      const at::Tensor& k, const at::Tensor& v, const at::Tensor& g,
+                                      const at::Tensor& beta, const OptTensor& initial_state,
+                                      const OptTensor& cu_seqlens, std::optional<double> scale,
+                                      bool qk_l2norm, int64_t chunk_size) {
+  const OptTensor none;
+  ChunkBackwardArgs a;
+  a.forward = chunk_args(op, q, k, v, g, beta,
+                         {initial_state, nullptr, none, none, none, cu_seqlens, none, nullptr},
+                         scale, qk_l2norm, chunk_size);
+  const ChunkArgs& x = a.forward;
+  TORCH_CHECK(grad_o.sizes() == v.sizes(), op, ": grad_o: expected the shape of v, ", v.sizes(),
+              ", got ", grad_o.sizes());
+  check_device(op, "grad_o", grad_o, q);
+  a.grad_out = activation_view(op, "grad_o", grad_o);
+  if (grad_final_state) {
+    const at::Tensor& t = *grad_final_state;
+    const at::IntArrayRef sizes{x.seqs.N, x.HV, x.V, x.K};
+    TORCH_CHECK(t.sizes() == sizes && t.scalar_type() == at::kFloat, op,
+                ": grad_final_state: expected float32 of shape ", sizes, ", got ", t.scalar_type(),
+                " of shape ", t.sizes());
+    check_device(op, "grad_final_state", t, q);
+    // Only read, and rows of any stride can be: a gradient may be expanded.
+    a.grad_state.ptr = t.data_ptr();
+    a.grad_state.P = t.size(0);
+    a.grad_state.s_p = t.stride(0);
+    a.grad_state.s_h = t.stride(1);
+    a.grad_state.s_v = t.stride(2);
+    a.grad_state.s_k = t.stride(3);
+  }
+  return a;
+}
+
 void check_chunk_values(const char* op, const ChunkArgs& c) {
   for (int64_t n = 0; n < c.seqs.N; ++n) {
     if (c.write_indices.ptr) {

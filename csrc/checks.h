@@ -56,6 +56,14 @@ ChunkArgs chunk_args(const char* op, const at::Tensor& q, const at::Tensor& k, c
                      const at::Tensor& g, const at::Tensor& beta, const ChunkTensors& t,
                      std::optional<double> scale, bool qk_l2norm, int64_t chunk_size);
 
+// The caller sets the outputs and `work`.
+ChunkBackwardArgs chunk_backward_args(const char* op, const at::Tensor& grad_o,
+                                      const OptTensor& grad_final_state, const at::Tensor& q,
+                                      const at::Tensor& k, const at::Tensor& v, const at::Tensor& g,
+                                      const at::Tensor& beta, const OptTensor& initial_state,
+                                      const OptTensor& cu_seqlens, std::optional<double> scale,
+                                      bool qk_l2norm, int64_t chunk_size);
+
 // Host-readable metadata only: the rows of chunk_prefill exist.
 void check_chunk_values(const char* op, const ChunkArgs& c);
 

@@ -297,6 +297,18 @@ Tensor decode_lowrank(const Tensor& projected, const Tensor& conv_weight,
                            qk_l2norm, eps, activation, conv_leading);
 }
 
+// A contiguous [N, HV, V, K] as a pool of N rows.
+StatePool rows_of(Tensor& state) {
+  StatePool s;
+  s.ptr = state.data_ptr();
+  s.P = state.size(0);
+  s.s_p = state.stride(0);
+  s.s_h = state.stride(1);
+  s.s_v = state.stride(2);
+  s.s_k = 1;
+  return s;
+}
+
 std::tuple<Tensor, Tensor> chunk(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g,
                                  const Tensor& beta, const OptTensor& initial_state,
                                  const OptTensor& cu_seqlens, std::optional<double> scale,
@@ -313,14 +325,38 @@ std::tuple<Tensor, Tensor> chunk(const Tensor& q, const Tensor& k, const Tensor&
   Tensor out = fresh(v.sizes(), v);
   Tensor final_state = fresh({a.seqs.N, a.HV, a.V, a.K}, at::kFloat);
   a.out = view_of(out, a.V);
-  a.write.ptr = final_state.data_ptr();
-  a.write.P = a.seqs.N;
-  a.write.s_p = a.HV * a.V * a.K;
-  a.write.s_h = a.V * a.K;
-  a.write.s_v = a.K;
-  a.write.s_k = 1;
+  a.write = rows_of(final_state);
   kernels().chunk(a, threads());
   return {out, final_state};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> chunk_backward(
+    const Tensor& grad_o, const OptTensor& grad_final_state, const Tensor& q, const Tensor& k,
+    const Tensor& v, const Tensor& g, const Tensor& beta, const OptTensor& initial_state,
+    const OptTensor& cu_seqlens, std::optional<double> scale, bool qk_l2norm, int64_t chunk_size) {
+  if (q.scalar_type() == at::kDouble) {
+    return chunk_backward_aten(grad_o, grad_final_state, q, k, v, g, beta, initial_state,
+                               cu_seqlens, scale, qk_l2norm, chunk_size);
+  }
+  ChunkBackwardArgs a =
+      chunk_backward_args("chunk_backward", grad_o, grad_final_state, q, k, v, g, beta,
+                          initial_state, cu_seqlens, scale, qk_l2norm, chunk_size);
+  const ChunkArgs& x = a.forward;
+  check_values("chunk_backward", x.seqs);
+  Tensor dq = fresh(q.sizes(), q), dk = fresh(k.sizes(), k), dv = fresh(v.sizes(), v);
+  Tensor dg = fresh(g.sizes(), g), dbeta = fresh(beta.sizes(), beta);
+  Tensor dstate = fresh({x.seqs.N, x.HV, x.V, x.K}, at::kFloat);
+  a.dq = view_of(dq, x.K);
+  a.dk = view_of(dk, x.K);
+  a.dv = view_of(dv, x.V);
+  a.dg = view_of(dg, 1);
+  a.dbeta = view_of(dbeta, 1);
+  a.dstate = rows_of(dstate);
+  // Not the threads' own scratch, which they keep: this much depends on T.
+  Tensor work = fresh({kernels().chunk_backward(a, threads())}, at::kFloat);
+  a.work = work.data_ptr<float>();
+  kernels().chunk_backward(a, threads());
+  return {dq, dk, dv, dg, dbeta, dstate};
 }
 
 Tensor chunk_prefill(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g,
@@ -401,7 +437,7 @@ TORCH_LIBRARY_IMPL(gdn, CPU, m) {
   m.impl("chunk", &chunk);
   m.impl("chunk_prefill", &chunk_prefill);
   m.impl("chunk_lowrank", &chunk_lowrank);
-  m.impl("chunk_backward", &chunk_backward_aten);
+  m.impl("chunk_backward", &chunk_backward);
 }
 
 // These take no tensor, so no key selects them.

@@ -37,6 +37,8 @@ struct Kernels {
   void (*decode_window)(const DecodeArgs&, const Parallel&);
   void (*chunk)(const ChunkArgs&, const Parallel&);
   void (*chunk_lowrank)(const ChunkArgs&, const Parallel&);
+  // Returns the floats of `work` that it needs; with work null it does only that.
+  int64_t (*chunk_backward)(const ChunkBackwardArgs&, const Parallel&);
   void (*linear)(const LinearArgs&, const Parallel&);
   int64_t linear_limit[3];  // by DType: rows of x up to which `linear` beats torch's product
 };

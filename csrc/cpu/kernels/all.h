@@ -10,6 +10,7 @@
 #include "windows.h"
 #include "tiles.h"
 #include "chunk.h"
+#include "chunk_backward.h"
 #include "linear.h"
 
 #define GDN_STRINGIFY_(x) #x
@@ -32,6 +33,7 @@ const Kernels table = {
     decode_window,
     chunk,
     chunk_lowrank,
+    chunk_backward,
     linear,
     GDN_LINEAR_LIMIT,
 };

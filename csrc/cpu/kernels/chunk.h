@@ -58,22 +58,25 @@ constexpr int64_t kSpareRows = kTileRows;
 
 GDN_INLINE int64_t strip_floats(int64_t K) { return (K + kSpareRows) * kStrip; }
 
-// body(first row, integral_constant<rows of the tile>, rows of it that count) over [0, n). The last
-// tile may be too large. Which tile a row falls into does not change the order of its sums.
+// body(first row, integral_constant<rows of the tile>, rows of it that count) for the tile at row i
+// of n; returns its rows.
+template <class Body>
+GDN_INLINE int64_t tile_at(int64_t i, int64_t n, Body body) {
+  const int64_t left = n - i;
+  if (left <= kSmallTile || (left > kTileRows && left <= 2 * kSmallTile)) {
+    const int64_t valid = left < kSmallTile ? left : kSmallTile;
+    body(i, std::integral_constant<int, kSmallTile>(), static_cast<int>(valid));
+    return kSmallTile;
+  }
+  const int64_t valid = left < kTileRows ? left : kTileRows;
+  body(i, std::integral_constant<int, kTileRows>(), static_cast<int>(valid));
+  return kTileRows;
+}
+// The tiles of [0, n). The last one may be too large. Which tile a row falls into does not change
+// the order of its sums.
 template <class Body>
 GDN_INLINE void for_tiles(int64_t n, Body body) {
-  for (int64_t i = 0; i < n;) {
-    const int64_t left = n - i;
-    if (left <= kSmallTile || (left > kTileRows && left <= 2 * kSmallTile)) {
-      const int64_t valid = left < kSmallTile ? left : kSmallTile;
-      body(i, std::integral_constant<int, kSmallTile>(), static_cast<int>(valid));
-      i += kSmallTile;
-    } else {
-      const int64_t valid = left < kTileRows ? left : kTileRows;
-      body(i, std::integral_constant<int, kTileRows>(), static_cast<int>(valid));
-      i += kTileRows;
-    }
-  }
+  for (int64_t i = 0; i < n;) i += tile_at(i, n, body);
 }
 
 // Carves a thread's scratch; every piece starts on a cache line.
@@ -196,22 +199,46 @@ static void transpose(const float* src, int64_t ld_src, int64_t rows, int64_t co
   }
 }
 
-// S^T strip = w S^T + kt[:, first .. first+n) du.
+// S^T strip = w times that of `from` + kt[:, first .. first+n) du; `from` null: zero.
 static void update_strip(const ChunkKeys& s, const float* du, int64_t first, int64_t n, int64_t K,
-                         float w, float* S, bool S_is_zero) {
+                         float w, const float* from, float* S) {
   for_tiles(K, [&](int64_t i, auto rows, int) {
     constexpr int R = decltype(rows)::value;
     F acc[R][kTileVectors];
     const F decay = broadcast(w);
     unrolled<R>(GDN_EACH(r) {
       unrolled<kTileVectors>(GDN_EACH(c) {
-        acc[r][c] = S_is_zero ? zero() : decay * load(S + (i + r) * kStrip + c * kLanes);
+        acc[r][c] = from ? decay * load(from + (i + r) * kStrip + c * kLanes) : zero();
       });
     });
     tile_product<R>(acc, s.kt + i * s.ld_t + first, s.ld_t, du, kStrip, n);
     unrolled<R>(GDN_EACH(r) {
       unrolled<kTileVectors>(GDN_EACH(c) { store(S + (i + r) * kStrip + c * kLanes, acc[r][c]); });
     });
+  });
+}
+
+// Solves (1 - A) u = x for the n rows of a strip, A strictly lower triangular: start(i, rows, acc)
+// sets rows of x, done(i, rows, acc) has those of u, which are stored by then.
+template <class Start, class Done>
+GDN_INLINE void substitute(const float* A, int64_t ld, int64_t n, float* u, Start start,
+                           Done done) {
+  for_tiles(n, [&](int64_t i, auto rows, int valid) {
+    constexpr int R = decltype(rows)::value;
+    F acc[R][kTileVectors];
+    start(i, valid, acc);
+    const float* a = A + i * ld;
+    tile_product<R>(acc, a, ld, u, kStrip, i);
+    unrolled<R>(GDN_EACH(r) {
+      unrolled<r>(GDN_EACH(m) {
+        const F f = broadcast(a[r * ld + i + m]);
+        unrolled<kTileVectors>(GDN_EACH(c) { acc[r][c] = fma(f, acc[m][c], acc[r][c]); });
+      });
+    });
+    unrolled<R>(GDN_EACH(r) {
+      unrolled<kTileVectors>(GDN_EACH(c) { store(u + (i + r) * kStrip + c * kLanes, acc[r][c]); });
+    });
+    done(i, valid, acc);
   });
 }
 
@@ -247,7 +274,7 @@ struct ChunkProducts {
   // S^T strip = w S^T + kt[:, first .. first + n) du.
   static void update(const ChunkKeys& s, const ChunkHead& h, const float*, int64_t first, int64_t n,
                      int64_t K, float w, float* S, bool S_is_zero) {
-    update_strip(s, h.du, first, n, K, w, S, S_is_zero);
+    update_strip(s, h.du, first, n, K, w, S_is_zero ? nullptr : S, S);
   }
 };
 
@@ -346,6 +373,17 @@ struct ChunkProducts<T, true> {
   }
 };
 #endif
+
+// Decays exp(g) and betas of tokens [t0, t0 + n).
+static void load_gates(const ChunkArgs& x, int64_t b, int64_t t0, int64_t n, int64_t hv,
+                       const ChunkHead& h) {
+  for (int64_t i = 0; i < n; ++i) {
+    const RawGates gates = raw_gates(x.gates, b, t0 + i, hv);
+    h.a[i] = gates.g;
+    h.beta[i] = gates.beta;
+  }
+  for (int64_t i = 0; i < n; i += kLanes) store(h.a + i, exp(load(h.a + i)));
+}
 
 // Decays and the two triangular matrices of tokens [first, end) of the chunk; rows and columns
 // count from `first`.
@@ -569,12 +607,7 @@ static void chunk_of_head(const ChunkArgs& x, const ChunkScratch& s, int64_t b, 
                           int64_t n, int64_t hv, int64_t column, int64_t count, float* S,
                           bool zero_state, bool update, Before before) {
   const ChunkHead& h = s.head;
-  for (int64_t i = 0; i < n; ++i) {
-    const RawGates gates = raw_gates(x.gates, b, t0 + i, hv);
-    h.a[i] = gates.g;
-    h.beta[i] = gates.beta;
-  }
-  for (int64_t i = 0; i < n; i += kLanes) store(h.a + i, exp(load(h.a + i)));
+  load_gates(x, b, t0, n, hv, h);
   for (int64_t first = 0, end; first < n; first = end) {
     end = first + 1;
     while (end < n && h.a[end] != 0.f) ++end;
@@ -825,7 +858,8 @@ static void chunk_lowrank_sequence(const ChunkArgs& x, const LowrankScratch& s, 
             store(s.wu + i * kStrip + v * kLanes, w * load(row));
           }
         }
-        update_strip(entries, s.wu, first, live, x.K, 1.f, s.chunk.S + p * strip_floats(x.K), true);
+        update_strip(entries, s.wu, first, live, x.K, 1.f, nullptr,
+                     s.chunk.S + p * strip_floats(x.K));
       }
       chunk_of_head<T>(x, s.chunk, seq.b, t, n, h0 + h, 0, strips(x.V), s.chunk.S, live == 0, false,
                        [](int64_t) {});
