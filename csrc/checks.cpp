@@ -2,6 +2,7 @@
 
 #include <cmath>
 #include <cstdlib>
+#include <vector>
 
 #include <ATen/ATen.h>
 
@@ -570,8 +571,8 @@ ChunkBackwardArgs chunk_backward_args(const char* op, const at::Tensor& grad_o,
   a.grad_out = activation_view(op, "grad_o", grad_o);
   if (grad_final_state) {
     const at::Tensor& t = *grad_final_state;
-    const at::IntArrayRef sizes{x.seqs.N, x.HV, x.V, x.K};
-    TORCH_CHECK(t.sizes() == sizes && t.scalar_type() == at::kFloat, op,
+    const std::vector<int64_t> sizes{x.seqs.N, x.HV, x.V, x.K};
+    TORCH_CHECK(t.sizes() == at::IntArrayRef(sizes) && t.scalar_type() == at::kFloat, op,
                 ": grad_final_state: expected float32 of shape ", sizes, ", got ", t.scalar_type(),
                 " of shape ", t.sizes());
     check_device(op, "grad_final_state", t, q);

@@ -408,6 +408,79 @@ def test_gradients_against_the_sequential_oracle(dtype, kind):
         assert_close("d" + name, x.grad / scale, expected / scale, x.dtype, 20.0)
 
 
+def chunk_gradients(module, args, S, cu, wo, ws, **kwargs):
+    inputs = [x.detach().requires_grad_() for x in (*args, *([] if S is None else [S]))]
+    o, final = module.chunk(*inputs[:5], inputs[5] if S is not None else None, cu, **kwargs)
+    outputs, grads = zip(*((x, w) for x, w in ((o, wo), (final, ws)) if w is not None), strict=True)
+    grads = [w.to(x.dtype) for x, w in zip(outputs, grads, strict=True)]
+    return torch.autograd.grad(outputs, inputs, grads, allow_unused=True)
+
+
+GRADIENTS = ["q", "k", "v", "g", "beta", "initial_state"]
+# Beside the largest element of each gradient: f32 sums, then one rounding to the dtype.
+GRADIENT_LIMIT = {torch.float32: 3e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+
+
+@pytest.mark.parametrize("dtype", ACTIVATIONS)
+@pytest.mark.parametrize(
+    "B, lengths, H, ratio, K, V, C",
+    [
+        (2, None, 1, 3, 128, 64, 64),
+        (1, None, 2, 1, 33, 65, 50),
+        (1, [0, 3, 0, 67, 17, 43, 0], 1, 2, 40, 8, 17),
+        (1, [130], 2, 2, 1, 1, 128),
+    ],
+)
+@pytest.mark.parametrize("with_states", [False, True])
+def test_gradients_of_any_shape(B, lengths, H, ratio, K, V, C, with_states, dtype):
+    """Odd sizes, sequences and chunks, each gradient to rounding; no bit depends on threads."""
+    q, k, v, g, beta = make_qkv(B, 130, H, H * ratio, K, V, dtype=dtype)
+    args = (3 * q, k / 2, v, g, beta) if K > 1 else (q, k, v, g, beta)
+    N, cu = (B, None) if lengths is None else (len(lengths), offsets(lengths))
+    gen = torch.Generator().manual_seed(3)
+    wo = torch.randn(v.shape, generator=gen).to(dtype)
+    S = state(N, H * ratio, V, K) if with_states else None
+    ws = torch.randn(N, H * ratio, V, K, generator=gen) if with_states else None
+    # At K = 1 the gradient of a unit length is rounding and nothing else.
+    kwargs = {"qk_l2norm": K > 1, "scale": 0.4, "chunk_size": C}
+    expected = chunk_gradients(reference, args, S, cu, wo, ws, qk_l2norm=K > 1, scale=0.4)
+    threads, results = torch.get_num_threads(), []
+    try:
+        for n in (1, 2, 3, 64):
+            torch.set_num_threads(n)
+            results.append(chunk_gradients(gdn_ops, args, S, cu, wo, ws, **kwargs))
+    finally:
+        torch.set_num_threads(threads)
+    for name, x, y in zip(GRADIENTS, results[0], expected, strict=False):
+        error = (x.double() - y).abs().max() / y.abs().max()
+        assert x.dtype == y.dtype and error <= GRADIENT_LIMIT[x.dtype], (name, error)
+    for other in results[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(other, results[0], strict=True))
+
+
+def test_gradients_of_strided_and_expanded_ones():
+    """What reaches the outputs may be a view, or one number at every place."""
+    args, S = make_qkv(1, 70, 1, 2, 24, 40), state(1, 2, 40, 24)
+    wo, ws = torch.randn(args[2].shape), torch.randn(S.shape)
+    one = torch.ones(())
+    for o, f in (
+        (wo.transpose(1, 3).contiguous().transpose(1, 3), ws.mT.contiguous().mT),
+        (one.expand_as(wo), one.expand_as(ws)),
+    ):
+        got = chunk_gradients(gdn_ops, args, S, None, o, f)
+        expected = chunk_gradients(gdn_ops, args, S, None, o.contiguous(), f.contiguous())
+        assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
+
+
+def test_gradients_never_read_stale_scratch():
+    args, wo = make_qkv(1, 65, 1, 3, 72, 40), torch.randn(1, 65, 3, 40)
+    expected = chunk_gradients(gdn_ops, args, None, None, wo, None)
+    bad = make_qkv(1, 128, 1, 3, 72, 40)
+    chunk_gradients(gdn_ops, [x * math.nan for x in bad], None, None, bad[2], None, chunk_size=128)
+    got = chunk_gradients(gdn_ops, args, None, None, wo, None)
+    assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
+
+
 def test_gradient_of_one_output_only():
     args = leaves(make_qkv(1, 20, 1, 2, 8, 8))
     o, _ = gdn_ops.chunk(*args)

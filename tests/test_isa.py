@@ -21,7 +21,7 @@ SUITES += [
     for name in (
         "sixteen_bit_lengths", "dtypes_and_ratios", "extreme_gates", "prefill_rows",
         "strided_views_equal_contiguous", "a_later_token_changes_no_earlier_output",
-        "lowrank_window_dtypes", "lowrank_extreme_gates",
+        "lowrank_window_dtypes", "lowrank_extreme_gates", "gradients_of_any_shape",
     )
 ]  # fmt: skip
 SUITES += [
