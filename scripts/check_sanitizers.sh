@@ -2,7 +2,9 @@
 # The CPU kernels under sanitizers, driven without torch by tests/native/driver.cpp:
 #   scripts/check_sanitizers.sh [CASES]        (100; 12 kernels x every instruction set a case)
 # Address and undefined-behaviour sanitizers on one thread, the thread sanitizer on four. SANITIZERS
-# picks some of them ("plain address thread"), OBJECTS keeps the objects, CXX is the compiler.
+# picks some of them ("plain address thread"), OBJECTS keeps the objects, CXX is the compiler, RUN goes
+# before the driver. So the kernels of another processor run under an emulator:
+#   CXX=aarch64-linux-gnu-g++ RUN="qemu-aarch64 -L /usr/aarch64-linux-gnu" SANITIZERS=plain scripts/check_sanitizers.sh 100
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 cases="${1:-100}"
@@ -40,6 +42,7 @@ for kind in ${SANITIZERS:-address thread}; do
   echo "== $kind: ${flags[$kind]:-no sanitizer}"
   # The frames of detect_stack_use_after_return, which GCC 13 has on, are not aligned for the locals
   # of 64 bytes that AVX-512 code has.
+  # shellcheck disable=SC2086
   ASAN_OPTIONS="${ASAN_OPTIONS:-detect_stack_use_after_return=0}" UBSAN_OPTIONS=print_stacktrace=1 \
-    "$work/$kind" "$cases" "${SEED:-0}" "${threads[$kind]}"
+    ${RUN:-} "$work/$kind" "$cases" "${SEED:-0}" "${threads[$kind]}"
 done
