@@ -423,26 +423,25 @@ static void strip_segment(const ChunkArgs& x, const ChunkKeys& s, const ChunkHea
   const int64_t depth = S_is_zero || kTiled<T> ? 0 : x.K;
   const float* k = s.k + first * s.ld_k;
   const float* q = s.q + first * s.ld_k;
-  for_tiles(n, [&](int64_t i, auto rows, int valid) {
-    constexpr int R = decltype(rows)::value;
-    alignas(64) float buffer[kStrip];
-    const int64_t t = t0 + first + i;
-    F acc[R][kTileVectors];
-    auto start = [&](const float* products) {
-      const float* row = products + (first + i) * kStrip;
-      unrolled<R>(GDN_EACH(r) {
-        unrolled<kTileVectors>(
-            GDN_EACH(c) { acc[r][c] = ready ? load(row + r * kStrip + c * kLanes) : zero(); });
-      });
-    };
-    start(h.Sk);
-    tile_product<R>(acc, k + i * s.ld_k, s.ld_k, S, kStrip, depth);
+  auto old_state = [&](const float* rows, const float* products, int64_t i, auto& acc) {
+    constexpr int R = sizeof(acc) / sizeof(acc[0]);
+    const float* row = products + (first + i) * kStrip;
+    unrolled<R>(GDN_EACH(r) {
+      unrolled<kTileVectors>(
+          GDN_EACH(c) { acc[r][c] = ready ? load(row + r * kStrip + c * kLanes) : zero(); });
+    });
+    tile_product<R>(acc, rows + i * s.ld_k, s.ld_k, S, kStrip, depth);
+  };
+  auto error = [&](int64_t i, int valid, auto& acc) {
+    constexpr int R = sizeof(acc) / sizeof(acc[0]);
+    old_state(k, h.Sk, i, acc);
     for (int r = 0; r < valid; ++r) {
+      alignas(64) float buffer[kStrip];
       if (!direct) {
         for (int e = 0; e < kStrip; ++e) buffer[e] = 0.f;
-        load_row(from_column(x.v, column), b, t + r, hv, cols, buffer);
+        load_row(from_column(x.v, column), b, t0 + first + i + r, hv, cols, buffer);
       }
-      const T* row = element<T>(x.v, b, t + r, hv) + column;
+      const T* row = element<T>(x.v, b, t0 + first + i + r, hv) + column;
       for (int c = 0; c < kTileVectors; ++c) {
         store(u + (i + r) * kStrip + c * kLanes,
               direct ? load(row + c * kLanes) : load(buffer + c * kLanes));
@@ -454,23 +453,17 @@ static void strip_segment(const ChunkArgs& x, const ChunkKeys& s, const ChunkHea
         acc[r][c] = beta * (load(u + (i + r) * kStrip + c * kLanes) - w * acc[r][c]);
       });
     });
-    const float* A = h.A + i * s.ld_c;
-    tile_product<R>(acc, A, s.ld_c, u, kStrip, i);
-    unrolled<R>(GDN_EACH(r) {
-      unrolled<r>(GDN_EACH(m) {
-        const F f = broadcast(A[r * s.ld_c + i + m]);
-        unrolled<kTileVectors>(GDN_EACH(c) { acc[r][c] = fma(f, acc[m][c], acc[r][c]); });
+  };
+  auto output = [&](int64_t i, int valid, auto& acc) {
+    constexpr int R = sizeof(acc) / sizeof(acc[0]);
+    if (!kTiled<T>) {
+      unrolled<R>(GDN_EACH(r) {
+        const F d = broadcast(h.D[i + r]);
+        unrolled<kTileVectors>(
+            GDN_EACH(c) { store(h.du + (i + r) * kStrip + c * kLanes, d * acc[r][c]); });
       });
-    });
-    unrolled<R>(GDN_EACH(r) {
-      const F d = broadcast(h.D[i + r]);
-      unrolled<kTileVectors>(GDN_EACH(c) {
-        store(u + (i + r) * kStrip + c * kLanes, acc[r][c]);
-        if (!kTiled<T>) store(h.du + (i + r) * kStrip + c * kLanes, d * acc[r][c]);
-      });
-    });
-    start(h.Sq);
-    tile_product<R>(acc, q + i * s.ld_k, s.ld_k, S, kStrip, depth);
+    }
+    old_state(q, h.Sq, i, acc);
     unrolled<R>(GDN_EACH(r) {
       const F w = broadcast(h.wq[i + r]);
       unrolled<kTileVectors>(GDN_EACH(c) { acc[r][c] = w * acc[r][c]; });
@@ -488,16 +481,18 @@ static void strip_segment(const ChunkArgs& x, const ChunkKeys& s, const ChunkHea
     });
     unrolled<R>(GDN_EACH(r) {
       if (r >= valid) return;
-      T* out =
-          static_cast<T*>(x.out.ptr) + b * x.out.sb + (t + r) * x.out.st + hv * x.out.sh + column;
+      T* out = static_cast<T*>(x.out.ptr) + b * x.out.sb + (t0 + first + i + r) * x.out.st +
+               hv * x.out.sh + column;
       if (cols == kStrip) {
         unrolled<kTileVectors>(GDN_EACH(c) { store(out + c * kLanes, acc[r][c]); });
       } else {
+        alignas(64) float buffer[kStrip];
         unrolled<kTileVectors>(GDN_EACH(c) { store(buffer + c * kLanes, acc[r][c]); });
         narrow(buffer, cols, out);
       }
     });
-  });
+  };
+  substitute(h.A, s.ld_c, n, u, error, output);
 }
 
 // One head of a pool row into strips, and back (rounded once).
