@@ -6,42 +6,28 @@
 namespace gdn {
 namespace cuda {
 
-inline bool has_dependent_launch() {
-  static thread_local int cached_device = -1;
-  static thread_local bool cached = false;
-  int device = 0;
-  if (cudaGetDevice(&device) != cudaSuccess) return false;
-  if (device != cached_device) {
-    int major = 0;
-    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-    cached = major >= 9;
-    cached_device = device;
-  }
-  return cached;
-}
-
-inline int multiprocessors() {
-  static thread_local int cached_device = -1, cached = 1;
-  int device = 0;
-  if (cudaGetDevice(&device) != cudaSuccess) return 1;
-  if (device != cached_device) {
-    cudaDeviceGetAttribute(&cached, cudaDevAttrMultiProcessorCount, device);
-    cached_device = device;
-  }
-  return cached;
-}
-
-// Bytes of shared memory that a block may ask for.
-inline int shared_limit() {
+// Of the current device, asked for once a thread and device.
+template <cudaDeviceAttr ATTRIBUTE>
+int device_attribute(int otherwise) {
   static thread_local int cached_device = -1, cached = 0;
   int device = 0;
-  if (cudaGetDevice(&device) != cudaSuccess) return 0;
+  if (cudaGetDevice(&device) != cudaSuccess) return otherwise;
   if (device != cached_device) {
-    cudaDeviceGetAttribute(&cached, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    cached = otherwise;
+    cudaDeviceGetAttribute(&cached, ATTRIBUTE, device);
     cached_device = device;
   }
   return cached;
 }
+
+inline bool has_dependent_launch() {
+  return device_attribute<cudaDevAttrComputeCapabilityMajor>(0) >= 9;
+}
+
+inline int multiprocessors() { return device_attribute<cudaDevAttrMultiProcessorCount>(1); }
+
+// Bytes of shared memory that a block may ask for.
+inline int shared_limit() { return device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>(0); }
 
 // Every kernel launched here calls wait_for_previous_kernel, before it touches memory unless it
 // says why not.
