@@ -125,7 +125,7 @@ struct ChunkBackwardArgs {
   StatePool grad_state;        // of the final state; ptr null: zero
   View dq, dk, dv, dg, dbeta;  // outputs, contiguous
   StatePool dstate;            // of the initial state, contiguous
-  float* work = nullptr;       // linear in T
+  float* work = nullptr;       // linear in T; of the CPU
 };
 
 struct GatingArgs {

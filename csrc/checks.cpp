@@ -192,14 +192,8 @@ StatePool state_pool(const char* op, const at::Tensor& t, int64_t HV, int64_t V,
               ": state: expected [P, HV, V, K] with K contiguous, or the transposed view of a "
               "[P, HV, K, V] pool, got strides ",
               t.strides());
-  StatePool s;
-  s.ptr = t.data_ptr();
+  StatePool s = states_of(t);
   s.dtype = dtype_of(op, "state", t);
-  s.P = t.size(0);
-  s.s_p = t.stride(0);
-  s.s_h = t.stride(1);
-  s.s_v = t.stride(2);
-  s.s_k = t.stride(3);
   if (t.size(3) <= 1) s.s_k = unit_stride(t, 2) && t.size(2) > 1 ? t.stride(2) : 1;
   if (t.size(2) <= 1) s.s_v = unit_stride(t, 3) && t.size(3) > 1 ? t.size(3) : 1;
   return s;
@@ -576,13 +570,7 @@ ChunkBackwardArgs chunk_backward_args(const char* op, const at::Tensor& grad_o,
                 ": grad_final_state: expected float32 of shape ", sizes, ", got ", t.scalar_type(),
                 " of shape ", t.sizes());
     check_device(op, "grad_final_state", t, q);
-    // Only read, and rows of any stride can be: a gradient may be expanded.
-    a.grad_state.ptr = t.data_ptr();
-    a.grad_state.P = t.size(0);
-    a.grad_state.s_p = t.stride(0);
-    a.grad_state.s_h = t.stride(1);
-    a.grad_state.s_v = t.stride(2);
-    a.grad_state.s_k = t.stride(3);
+    a.grad_state = states_of(t);  // only read, so it may be expanded
   }
   return a;
 }
@@ -953,6 +941,17 @@ View view_of(at::Tensor& t, int64_t head_dim) {
   v.sh = head_dim;
   v.sd = 1;
   return v;
+}
+
+StatePool states_of(const at::Tensor& t) {
+  StatePool s;
+  s.ptr = t.data_ptr();
+  s.P = t.size(0);
+  s.s_p = t.stride(0);
+  s.s_h = t.stride(1);
+  s.s_v = t.stride(2);
+  s.s_k = t.stride(3);
+  return s;
 }
 
 }  // namespace gdn

@@ -127,5 +127,7 @@ void check_conv_values(const char* op, const ConvArgs& c);
 // Fresh contiguous output with the device and dtype of `like`.
 at::Tensor new_output(const at::Tensor& like, at::IntArrayRef sizes);
 View view_of(at::Tensor& t, int64_t head_dim);
+// float32 states [N, HV, V, K] as a pool of N rows.
+StatePool states_of(const at::Tensor& t);
 
 }  // namespace gdn

@@ -339,66 +339,35 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> chunk_backward_aten(
   auto as = [](const Tensor& t, const Tensor& like) {
     return t.to(like.scalar_type()).contiguous();
   };
-  if (!q.is_cpu() || HV < at::get_num_threads()) {
-    // A group of key heads at a time, so that what is alive fits about kAtOnce.
-    constexpr double kAtOnce = 2e9;
-    const int64_t V = v.size(3), C = chunk_size;
-    const double head = (q.scalar_type() == at::kDouble ? 8.0 : 4.0) * ratio * (x.chunks * C) *
-                        (3.0 * K * V / C + 9 * C + 12 * (K + V));
-    const int64_t group =
-        std::clamp<int64_t>(static_cast<int64_t>(kAtOnce / std::max(head, 1.0)), 1, H);
-    std::vector<std::vector<Tensor>> parts(6);
-    for (int64_t h = 0; h < H; h += group) {
-      const int64_t heads = std::min(group, H - h);
-      auto key = [&](const Tensor& t) { return t.narrow(2, h, heads); };
-      auto value = [&](const Tensor& t) { return t.narrow(2, h * ratio, heads * ratio); };
-      auto state = [&](const OptTensor& t) {
-        return t ? OptTensor(t->narrow(1, h * ratio, heads * ratio)) : OptTensor();
-      };
-      auto [dq, dk, dv, dg, dbeta, d_initial] =
-          backward(x, value(grad_o), state(grad_final_state), key(q), key(k), value(v), value(g),
-                   value(beta), state(initial_state), scale, qk_l2norm);
-      parts[0].push_back(as(dq, q));
-      parts[1].push_back(as(dk, k));
-      parts[2].push_back(as(dv, v));
-      parts[3].push_back(as(dg, g));
-      parts[4].push_back(as(dbeta, beta));
-      parts[5].push_back(d_initial);
-    }
-    auto whole = [&](int i) {
-      return parts[i].size() == 1 ? parts[i][0] : at::cat(parts[i], i == 5 ? 1 : 2);
+  // A group of key heads at a time, so that what is alive fits about kAtOnce.
+  constexpr double kAtOnce = 2e9;
+  const int64_t V = v.size(3), C = chunk_size;
+  const double head = (q.scalar_type() == at::kDouble ? 8.0 : 4.0) * ratio * (x.chunks * C) *
+                      (3.0 * K * V / C + 9 * C + 12 * (K + V));
+  const int64_t group =
+      std::clamp<int64_t>(static_cast<int64_t>(kAtOnce / std::max(head, 1.0)), 1, H);
+  std::vector<std::vector<Tensor>> parts(6);
+  for (int64_t h = 0; h < H; h += group) {
+    const int64_t heads = std::min(group, H - h);
+    auto key = [&](const Tensor& t) { return t.narrow(2, h, heads); };
+    auto value = [&](const Tensor& t) { return t.narrow(2, h * ratio, heads * ratio); };
+    auto state = [&](const OptTensor& t) {
+      return t ? OptTensor(t->narrow(1, h * ratio, heads * ratio)) : OptTensor();
     };
-    return {whole(0), whole(1), whole(2), whole(3), whole(4), whole(5)};
+    auto [dq, dk, dv, dg, dbeta, d_initial] =
+        backward(x, value(grad_o), state(grad_final_state), key(q), key(k), value(v), value(g),
+                 value(beta), state(initial_state), scale, qk_l2norm);
+    parts[0].push_back(as(dq, q));
+    parts[1].push_back(as(dk, k));
+    parts[2].push_back(as(dv, v));
+    parts[3].push_back(as(dg, g));
+    parts[4].push_back(as(dbeta, beta));
+    parts[5].push_back(d_initial);
   }
-  // A value head a task: what it needs stays nearer the processor, and only as much of it is alive
-  // as there are threads.
-  const auto sums = q.options().dtype(q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
-  const Tensor dq = at::empty({q.size(0), q.size(1), HV, K}, sums), dk = at::empty_like(dq);
-  Tensor dv = at::empty(v.sizes(), v.options()), dg = at::empty(g.sizes(), g.options());
-  Tensor dbeta = at::empty(beta.sizes(), beta.options());
-  Tensor d_initial = at::empty({x.N, HV, v.size(3), K}, sums);
-  at::parallel_for(0, HV, 1, [&](int64_t begin, int64_t end) {
-    // A thread of the pool does not know that the caller is below autograd.
-    const at::AutoDispatchBelowADInplaceOrView guard;
-    for (int64_t h = begin; h < end; ++h) {
-      auto key = [&](const Tensor& t) { return t.narrow(2, h / ratio, 1); };
-      auto value = [&](const Tensor& t) { return t.narrow(2, h, 1); };
-      auto state = [&](const OptTensor& t) {
-        return t ? OptTensor(t->narrow(1, h, 1)) : OptTensor();
-      };
-      const auto [q_, k_, v_, g_, beta_, initial_] =
-          backward(x, value(grad_o), state(grad_final_state), key(q), key(k), value(v), value(g),
-                   value(beta), state(initial_state), scale, qk_l2norm);
-      value(dq).copy_(q_);
-      value(dk).copy_(k_);
-      value(dv).copy_(v_);
-      value(dg).copy_(g_);
-      value(dbeta).copy_(beta_);
-      d_initial.narrow(1, h, 1).copy_(initial_);
-    }
-  });
-  auto key_heads = [&](const Tensor& t) { return t.unflatten(2, {H, ratio}).sum(3); };
-  return {as(key_heads(dq), q), as(key_heads(dk), k), dv, dg, dbeta, d_initial};
+  auto whole = [&](int i) {
+    return parts[i].size() == 1 ? parts[i][0] : at::cat(parts[i], i == 5 ? 1 : 2);
+  };
+  return {whole(0), whole(1), whole(2), whole(3), whole(4), whole(5)};
 }
 
 }  // namespace gdn

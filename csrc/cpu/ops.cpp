@@ -297,18 +297,6 @@ Tensor decode_lowrank(const Tensor& projected, const Tensor& conv_weight,
                            qk_l2norm, eps, activation, conv_leading);
 }
 
-// A contiguous [N, HV, V, K] as a pool of N rows.
-StatePool rows_of(Tensor& state) {
-  StatePool s;
-  s.ptr = state.data_ptr();
-  s.P = state.size(0);
-  s.s_p = state.stride(0);
-  s.s_h = state.stride(1);
-  s.s_v = state.stride(2);
-  s.s_k = 1;
-  return s;
-}
-
 std::tuple<Tensor, Tensor> chunk(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g,
                                  const Tensor& beta, const OptTensor& initial_state,
                                  const OptTensor& cu_seqlens, std::optional<double> scale,
@@ -325,7 +313,7 @@ std::tuple<Tensor, Tensor> chunk(const Tensor& q, const Tensor& k, const Tensor&
   Tensor out = fresh(v.sizes(), v);
   Tensor final_state = fresh({a.seqs.N, a.HV, a.V, a.K}, at::kFloat);
   a.out = view_of(out, a.V);
-  a.write = rows_of(final_state);
+  a.write = states_of(final_state);
   kernels().chunk(a, threads());
   return {out, final_state};
 }
@@ -351,7 +339,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> chunk_backward(
   a.dv = view_of(dv, x.V);
   a.dg = view_of(dg, 1);
   a.dbeta = view_of(dbeta, 1);
-  a.dstate = rows_of(dstate);
+  a.dstate = states_of(dstate);
   // Not the threads' own scratch, which they keep: this much depends on T.
   Tensor work = fresh({kernels().chunk_backward(a, threads())}, at::kFloat);
   a.work = work.data_ptr<float>();

@@ -1,8 +1,6 @@
 // Torch glue of the CUDA backend: check, allocate, launch on the current stream.
 //
 // An op that is not registered here has no CUDA kernel; the dispatcher refuses it by name.
-#include <array>
-
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -145,12 +143,7 @@ std::tuple<Tensor, Tensor> chunk_op(const Tensor& q, const Tensor& k, const Tens
                            scale, qk_l2norm, chunk_size);
   Tensor out = new_output(v, v.sizes());
   Tensor final_state = at::empty({a.seqs.N, a.HV, a.V, a.K}, v.options().dtype(at::kFloat));
-  a.write.ptr = final_state.data_ptr();
-  a.write.P = a.seqs.N;
-  a.write.s_p = a.HV * a.V * a.K;
-  a.write.s_h = a.V * a.K;
-  a.write.s_v = a.K;
-  a.write.s_k = 1;
+  a.write = states_of(final_state);
   run_chunk("chunk", a, out);
   return {out, final_state};
 }
@@ -199,51 +192,29 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> chunk_backward_op(
   const c10::cuda::CUDAGuard guard(q.device());
   const bool sixteen = q.scalar_type() == at::kBFloat16 || q.scalar_type() == at::kHalf;
   if (sixteen && grad_o.scalar_type() == q.scalar_type()) {
-    TORCH_CHECK(grad_o.sizes() == v.sizes(), op, ": grad_o: expected the shape of v, ", v.sizes(),
-                ", got ", grad_o.sizes());
     // Gradients of sums come expanded, states as they please.
-    const Tensor given = grad_o.contiguous();
     const auto plain = [](const OptTensor& t) {
       return t ? OptTensor(t->to(at::kFloat).contiguous()) : OptTensor();
     };
-    const OptTensor none, initial = plain(initial_state), grad_final = plain(grad_final_state);
-    ChunkBackwardArgs a;
-    a.forward = chunk_args(op, q, k, v, g, beta,
-                           {initial, nullptr, none, none, none, cu_seqlens, none, nullptr}, scale,
-                           qk_l2norm, chunk_size);
-    const ChunkArgs& f = a.forward;
-    a.grad_o = f.v;
-    a.grad_o.ptr = given.data_ptr();
-    a.grad_o.sb = given.stride(0);
-    a.grad_o.st = given.stride(1);
-    a.grad_o.sh = given.stride(2);
-    a.grad_o.sd = given.stride(3);
-    const std::array<int64_t, 4> states{f.seqs.N, f.HV, f.V, f.K};
-    TORCH_CHECK(!grad_final || grad_final->sizes() == at::IntArrayRef(states), op,
-                ": grad_final_state: expected shape ", at::IntArrayRef(states), ", got ",
-                grad_final ? grad_final->sizes() : at::IntArrayRef());
+    const Tensor given = grad_o.contiguous();
+    const OptTensor initial = plain(initial_state), grad_final = plain(grad_final_state);
+    ChunkBackwardArgs a = chunk_backward_args(op, given, grad_final, q, k, v, g, beta, initial,
+                                              cu_seqlens, scale, qk_l2norm, chunk_size);
     if (chunk_backward_can(a)) {
+      const ChunkArgs& f = a.forward;
       Tensor dq = new_output(q, q.sizes()), dk = new_output(k, k.sizes());
       Tensor dv = new_output(v, v.sizes());
       Tensor dg = new_output(g, g.sizes()), dbeta = new_output(beta, beta.sizes());
-      Tensor d_initial = at::empty(states, v.options().dtype(at::kFloat));
-      if (grad_final) a.grad_final = grad_final->const_data_ptr<float>();
-      a.grad_initial = d_initial.data_ptr<float>();
+      Tensor dstate = at::empty({f.seqs.N, f.HV, f.V, f.K}, v.options().dtype(at::kFloat));
       a.dq = view_of(dq, f.K);
       a.dk = view_of(dk, f.K);
       a.dv = view_of(dv, f.V);
-      const auto gate = [](Tensor& t, View x) {
-        x.ptr = t.data_ptr();
-        x.sb = t.stride(0);
-        x.st = t.stride(1);
-        x.sh = t.stride(2);
-        return x;
-      };
-      a.dg = gate(dg, f.gates.g);
-      a.dbeta = gate(dbeta, f.gates.beta);
+      a.dg = view_of(dg, 1);
+      a.dbeta = view_of(dbeta, 1);
+      a.dstate = states_of(dstate);
       const Tensor memory = scratch(q, chunk_backward_workspace(a));
       launched(op, chunk_backward(a, memory.data_ptr(), stream()));
-      return {dq, dk, dv, dg, dbeta, d_initial};
+      return {dq, dk, dv, dg, dbeta, dstate};
     }
   }
   return chunk_backward_aten(grad_o, grad_final_state, q, k, v, g, beta, initial_state, cu_seqlens,

@@ -466,13 +466,7 @@ std::tuple<Tensor, Tensor> op_chunk(const Tensor& q_in, const Tensor& k_in, cons
   Tensor out = token_output(v, v.sizes(), cu_seqlens);
   Tensor final_state = at::empty({a.seqs.N, a.HV, a.V, a.K}, v.options().dtype(at::kFloat));
   a.out = view_of(out, a.V);
-  a.write.ptr = final_state.data_ptr();
-  a.write.dtype = DType::f32;
-  a.write.P = a.seqs.N;
-  a.write.s_p = a.HV * a.V * a.K;
-  a.write.s_h = a.V * a.K;
-  a.write.s_v = a.K;
-  a.write.s_k = 1;
+  a.write = states_of(final_state);
   // The initial state may lie either way; the final one is written as rows of K.
   Tensor initial;
   if (initial_state && a.read.s_k != 1) {

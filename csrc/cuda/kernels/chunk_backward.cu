@@ -37,7 +37,7 @@ bool chunk_backward_can(const ChunkBackwardArgs& a) {
     return GradientsShared<bf16, k(), 1>::bytes(static_cast<int>(f.HV / f.H)) <= shared_limit();
   };
   return (f.K == 64 || f.K == 128) && f.V % kScanRows == 0 && f.V > 0 && f.HV / f.H <= kMaxRatio &&
-         f.seqs.T > 0 && f.seqs.N > 0 && view(f.q) && view(f.k) && view(f.v) && view(a.grad_o) &&
+         f.seqs.T > 0 && f.seqs.N > 0 && view(f.q) && view(f.k) && view(f.v) && view(a.grad_out) &&
          (f.K == 64 ? fits(std::integral_constant<int, 64>())
                     : fits(std::integral_constant<int, 128>()));
 }

@@ -433,7 +433,7 @@ __global__ void __launch_bounds__(128, STAGES > 1 ? 1 : 2)
   const int v0 = own.slice * kScanRows;
   const IN* const k = static_cast<const IN*>(a.k.ptr) + offset_of(a.k, own.b, own.start, own.hk);
   const IN* const q = static_cast<const IN*>(a.q.ptr) + offset_of(a.q, own.b, own.start, own.hk);
-  const View& grad_o = args.grad_o;
+  const View& grad_o = args.grad_out;
   const IN* const d =
       static_cast<const IN*>(grad_o.ptr) + offset_of(grad_o, own.b, own.start, own.hv) + v0;
   const auto ask = [&](int c) {
@@ -455,7 +455,9 @@ __global__ void __launch_bounds__(128, STAGES > 1 ? 1 : 2)
   float S[K / 8][4];  // dS
   clear(S);
   const int64_t home = ((own.n * a.HV + own.hv) * a.V + v0 + 16 * warp) * K;
-  if (args.grad_final) read_state<K>(S, args.grad_final + home, lane);
+  if (args.grad_state.ptr) {
+    read_state<K>(S, static_cast<const float*>(args.grad_state.ptr) + home, lane);
+  }
   float* const most_of_states =
       reinterpret_cast<float*>(shared + STAGES * Shared::kStage + state_bytes<K>());
   float* const most_of_rows = most_of_states + 4;
@@ -595,7 +597,7 @@ __global__ void __launch_bounds__(128, STAGES > 1 ? 1 : 2)
       note_most(most_of_states, most_of(S), warp, lane);
     }
   }
-  write_state<K>(S, args.grad_initial + home, lane);
+  write_state<K>(S, static_cast<float*>(args.dstate.ptr) + home, lane);
   wait_for_previous_kernel();
 }
 
@@ -692,7 +694,7 @@ __global__ void __launch_bounds__(512, 1)
     copy_block<kPanelBytes, THREADS>(stage + Shared::kUpdates, x.updates + part * kPanelBytes,
                                      thread);
     if (quarter < 2) {
-      const View& from = quarter ? args.grad_o : a.v;
+      const View& from = quarter ? args.grad_out : a.v;
       const int64_t at = offset_of(from, own.b, own.start, hk * ratio + h) + v0;
       copy_rows<8>(stage + (quarter ? Shared::kOutputs : Shared::kValues),
                    static_cast<const IN*>(from.ptr) + at, from.st, own.tokens, thread & 127);

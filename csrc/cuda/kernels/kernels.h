@@ -51,15 +51,7 @@ cudaError_t window_reset(const RecurrentArgs& a, cudaStream_t stream);
 size_t chunk_workspace(const ChunkArgs& a);
 cudaError_t chunk(const ChunkArgs& a, void* workspace, cudaStream_t stream);
 
-// Gradients of the functional form. `forward` as in the forward call, `read` null or [N, HV, V, K]
-// float32 contiguous; `out` and `write` are not looked at.
-struct ChunkBackwardArgs {
-  ChunkArgs forward;
-  View grad_o;                        // dtype and shape of v
-  const float* grad_final = nullptr;  // [N, HV, V, K] contiguous, null: zero
-  float* grad_initial = nullptr;      // the same
-  View dq, dk, dv, dg, dbeta;         // contiguous; dg and dbeta of any dtype
-};
+// Gradients of the functional form. All states are contiguous float32.
 // Whether the kernels take it: 16 bits, K = 64 or 128, V a multiple of 64, contiguous K and V.
 bool chunk_backward_can(const ChunkBackwardArgs& a);
 size_t chunk_backward_workspace(const ChunkBackwardArgs& a);
