@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The CPU kernels under sanitizers, driven without torch by tests/native/driver.cpp:
-#   scripts/check_sanitizers.sh [CASES]        (100; 12 kernels x every instruction set a case)
+#   scripts/check_sanitizers.sh [CASES]        (100; 14 kernels x every instruction set a case)
 # Address and undefined-behaviour sanitizers on one thread, the thread sanitizer on four. SANITIZERS
 # picks some of them ("plain address thread"), OBJECTS keeps the objects, CXX is the compiler, RUN goes
 # before the driver. So the kernels of another processor run under an emulator:

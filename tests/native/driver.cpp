@@ -474,8 +474,8 @@ Kernel build_window(Case& c) {
   a->window = c.window(a->seqs.P, a->H, a->HV, a->K, a->V, R, !base, &drafts);
   if (base) a->state = c.state(a->seqs.P, a->HV, a->V, a->K, c.dtype());
   if (c.rng.chance(0.5)) c.accepted(a->seqs, drafts);
-  // Later tokens read what earlier ones stored, and a sum near the middle between two 16-bit numbers
-  // may be rounded to either.
+  // Later tokens read what earlier ones stored, and a sum near the middle between two 16-bit
+  // numbers may be rounded to either.
   if (a->window.k_dtype != DType::f32 || a->window.u_dtype != DType::f32) c.tolerance = 1e-3;
   return [a](const cpu::Kernels& k, const cpu::Parallel& p) { k.recurrent_window(*a, p); };
 }
@@ -493,6 +493,18 @@ Kernel build_flush(Case& c) {
   return [a](const cpu::Kernels& k, const cpu::Parallel& p) { k.window_flush(*a, p); };
 }
 
+// Chunked prefill without a pool: every sequence is its own row.
+void functional(Case& c, ChunkArgs& a) {
+  a.seqs.state_indices = {};
+  std::iota(c.rows.begin(), c.rows.end(), 0);
+  a.seqs.P = a.seqs.N;
+  if (c.rng.chance(0.5)) a.read = c.state(a.seqs.N, a.HV, a.V, a.K, DType::f32);
+}
+StatePool states(Case& c, const char* name, const ChunkArgs& a) {
+  const View w = c.output(name, DType::f32, a.seqs.N, a.HV, a.V, a.K);
+  return {w.ptr, DType::f32, a.seqs.N, w.sb, w.st, w.sh, 1};
+}
+
 Kernel build_chunk(Case& c) {
   auto a = std::make_shared<ChunkArgs>();
   c.heads(a->H, a->HV, a->K, a->V);
@@ -500,13 +512,9 @@ Kernel build_chunk(Case& c) {
   a->seqs = c.sequences(c.rng.chance(0.3) ? 2 * a->C + 3 : a->C / 2 + 3);
   c.tokens(*a);
   a->gates = c.gates(a->seqs.B, a->seqs.T, a->HV, false);
-  if (c.rng.chance(0.4)) {  // functional
-    a->seqs.state_indices = {};
-    std::iota(c.rows.begin(), c.rows.end(), 0);
-    a->seqs.P = a->seqs.N;
-    if (c.rng.chance(0.5)) a->read = c.state(a->seqs.N, a->HV, a->V, a->K, DType::f32);
-    const View w = c.output("final_state", DType::f32, a->seqs.N, a->HV, a->V, a->K);
-    a->write = {w.ptr, DType::f32, a->seqs.N, w.sb, w.st, w.sh, 1};
+  if (c.rng.chance(0.4)) {
+    functional(c, *a);
+    a->write = states(c, "final_state", *a);
   } else {
     const int64_t N = a->seqs.N, edges = c.rng.upto(3), first = a->seqs.P;
     const int64_t P = first + N * (1 + edges);
@@ -524,6 +532,36 @@ Kernel build_chunk(Case& c) {
     if (edges) a->edge_rows = c.index(edge, edges);
   }
   return [a](const cpu::Kernels& k, const cpu::Parallel& p) { k.chunk(*a, p); };
+}
+
+Kernel build_chunk_backward(Case& c) {
+  auto a = std::make_shared<ChunkBackwardArgs>();
+  ChunkArgs& x = a->forward;
+  c.heads(x.H, x.HV, x.K, x.V);
+  x.C = c.rng.pick<int64_t>({16, 17, 32, 64, 128});
+  x.seqs = c.sequences(c.rng.chance(0.3) ? 2 * x.C + 3 : x.C / 2 + 3);
+  c.tokens(x);
+  x.gates = c.gates(x.seqs.B, x.seqs.T, x.HV, false);
+  functional(c, x);
+  const int64_t B = x.seqs.B, T = x.seqs.T;
+  a->grad_out = c.view("grad_o", c.dtype(), B, T, x.HV, x.V, [&] { return c.rng.normal(); });
+  if (c.rng.chance(0.5)) a->grad_state = c.state(x.seqs.N, x.HV, x.V, x.K, DType::f32);
+  a->dq = c.output("dq", x.q.dtype, B, T, x.H, x.K);
+  a->dk = c.output("dk", x.k.dtype, B, T, x.H, x.K);
+  a->dv = c.output("dv", x.v.dtype, B, T, x.HV, x.V);
+  a->dg = c.output("dg", x.gates.g.dtype, B, T, x.HV, 1);
+  a->dbeta = c.output("dbeta", x.gates.beta.dtype, B, T, x.HV, 1);
+  a->dstate = states(c, "dstate", x);
+  return [a](const cpu::Kernels& k, const cpu::Parallel& p) {
+    ChunkBackwardArgs call = *a;
+    const auto bytes = static_cast<size_t>(k.chunk_backward(call, p)) * sizeof(float);
+    // NaN, so that what is read before it is written shows.
+    const std::unique_ptr<void, void (*)(void*)> work(
+        std::aligned_alloc(64, (bytes + 127) / 64 * 64), std::free);
+    std::memset(work.get(), 0xff, bytes);
+    call.work = static_cast<float*>(work.get());
+    k.chunk_backward(call, p);
+  };
 }
 
 Kernel build_chunk_lowrank(Case& c) {
@@ -701,13 +739,20 @@ Kernel build_sweep(Case& c) {
 }
 
 const std::map<std::string, Kernel (*)(Case&)> kBuilders = {
-    {"recurrent", build_recurrent},         {"recurrent_window", build_window},
-    {"window_flush", build_flush},          {"chunk", build_chunk},
-    {"chunk_lowrank", build_chunk_lowrank}, {"gating", build_gating},
-    {"short_conv", build_short_conv},       {"conv_gating", build_conv_gating},
-    {"gated_rms_norm", build_norm},         {"decode", build_decode},
-    {"decode_window", build_decode_window}, {"sweep", build_sweep},
+    {"recurrent", build_recurrent},
+    {"recurrent_window", build_window},
+    {"window_flush", build_flush},
+    {"chunk", build_chunk},
+    {"chunk_lowrank", build_chunk_lowrank},
+    {"gating", build_gating},
+    {"short_conv", build_short_conv},
+    {"conv_gating", build_conv_gating},
+    {"gated_rms_norm", build_norm},
+    {"decode", build_decode},
+    {"decode_window", build_decode_window},
+    {"sweep", build_sweep},
     {"linear", build_linear},
+    {"chunk_backward", build_chunk_backward},
 };
 
 // Threads of this call only, so that a thread sanitizer sees every one begin and end.
