@@ -629,13 +629,20 @@ def test_kunlun_layouts():
 
     q, k, v, g, beta = qkv(6, torch.float16)
     S = make_pool(2, HV, K, V, torch.float16)
-    cu = torch.tensor([0, 2, 6])
+    cu, gathered = torch.tensor([0, 2, 6]), S.clone()
     o, final = vllm_kunlun.chunk_gated_delta_rule(q, k, v, g, beta, None, S, True, cu, False, True)
     expected, states = reference.chunk(q, k, v, g, beta, S.transpose(2, 3), cu, None, True)
     assert_close("o", o, expected)
-    assert final.dtype == torch.float16 and final.shape == S.shape
+    assert final.dtype == torch.float16 and final.shape == S.shape and final.is_contiguous()
+    assert_close("state", final, states.transpose(2, 3))
+    assert torch.equal(S, gathered)
+    o, final = vllm_kunlun.chunk_gated_delta_rule(q, k, v, g, beta, output_final_state=True)
+    expected, states = reference.chunk(q, k, v, g, beta)
+    assert_close("o", o, expected)
     assert_close("state", final, states.transpose(2, 3))
     assert vllm_kunlun.chunk_gated_delta_rule(q, k, v, g, beta)[1] is None
+    with pytest.raises(ValueError, match="initial_state: expected 1 states"):
+        vllm_kunlun.chunk_gated_delta_rule(q, k, v, g, beta, None, S)
     with pytest.raises(NotImplementedError, match="head_first"):
         vllm_kunlun.chunk_gated_delta_rule(q, k, v, g, beta, head_first=True)
 

@@ -25,7 +25,7 @@ from gdn_ops.compat._common import (
     refuse_given,
 )
 from gdn_ops.compat.vllm import fused_recurrent_gated_delta_rule
-from gdn_ops.ops.chunk import chunk
+from gdn_ops.ops.chunk import _chunk_prefill
 from gdn_ops.ops.gates import _gating
 
 __all__ = [
@@ -50,29 +50,40 @@ def chunk_gated_delta_rule(
     head_first: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """:func:`gdn_ops.chunk` for gathered states: prefill.
+    """:func:`gdn_ops.chunk_prefill` for gathered states: prefill.
 
     Args:
         q, k: ``[B, T, H, K]``; v: ``[B, T, HV, V]``; g, beta: ``[B, T, HV]``.
-        initial_state: ``[N, HV, K, V]``, any float dtype; zeros if absent.
+        initial_state: ``[N, HV, K, V]`` float32, bfloat16 or float16; float32 zeros if absent.
         cu_seqlens: ``[N+1]`` offsets of packed sequences (then ``B == 1``). head_first: only false.
 
     Returns:
         ``(o [B, T, HV, V], final_state [N, HV, K, V] or None)``, the state in the dtype of
-        initial_state.
+        initial_state, which is left as it was.
+
+    Raises:
+        NotImplementedError: head_first. ValueError: initial_state has not N states.
+        RuntimeError: as :func:`gdn_ops.chunk_prefill`; there are no gradients.
     """
+    op = "chunk_gated_delta_rule"
     if head_first:
-        refuse("chunk_gated_delta_rule", "head_first", head_first, "pass [B, T, H, D]")
-    dtype = torch.float32
-    if initial_state is not None:
-        dtype, initial_state = initial_state.dtype, initial_state.mT
-        if dtype != torch.float32:
-            initial_state = initial_state.float()
-    o, state = chunk(q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm_in_kernel)
-    if not output_final_state:
-        return o, None
-    state = state.mT.contiguous()
-    return o, state if dtype == torch.float32 else state.to(dtype)
+        refuse(op, "head_first", head_first, "pass [B, T, H, D]")
+    N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    # A pool of its own for the call: the op writes the final states in this layout, where a copy
+    # that turns what it returns costs more than one that does not.
+    if initial_state is None:
+        state = v.new_zeros((N, v.shape[2], q.shape[3], v.shape[3]), dtype=torch.float32)
+    elif initial_state.shape[0] == N:
+        state = initial_state.clone(memory_format=torch.contiguous_format)
+    else:
+        raise ValueError(
+            f"{op}: initial_state: expected {N} states, got shape {tuple(initial_state.shape)}"
+        )
+    o = _chunk_prefill(
+        q, k, v, g, beta, state.mT, None, None, None, cu_seqlens, None, scale,
+        use_qk_l2norm_in_kernel,
+    )  # fmt: skip
+    return o, state if output_final_state else None
 
 
 def fused_gdn_gating(
