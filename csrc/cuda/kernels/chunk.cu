@@ -33,7 +33,8 @@ auto with_format(const ChunkArgs& a, Call&& call) {
                                     : with_keys(f16());
 }
 struct Scratch {
-  size_t factors = 0, keys = 0, updates = 0;
+  size_t factors = 0, keys = 0, decays = 0, updates = 0;
+  size_t all() const { return factors + keys + decays + updates; }
 };
 Scratch scratch_of(const ChunkArgs& a) {
   Scratch s;
@@ -42,7 +43,12 @@ Scratch scratch_of(const ChunkArgs& a) {
     with_format(a, [&](auto in, auto k) {
       using Form = Format<decltype(in)>;
       s.factors = slots * a.HV * Form::kBytes;
-      if (Form::kParts == 2) s.keys = slots * a.H * 2 * Form::template key_bytes<k()>();
+      if (a.window.fill) {
+        s.keys = slots * a.H * 2 * Form::gram_bytes(window_room(a.window.R));
+        s.decays = slots * a.HV * kChunk * 4;
+      } else if (Form::kParts == 2) {
+        s.keys = slots * a.H * 2 * Form::template key_bytes<k()>();
+      }
     });
   } else if (a.window.fill) {
     s.updates = static_cast<size_t>(a.seqs.N) * a.HV * a.window.R * a.V * 4;
@@ -78,10 +84,7 @@ cudaError_t launch_forward(const ChunkArgs& a, const ChunkLayout& x, cudaStream_
 
 }  // namespace
 
-size_t chunk_workspace(const ChunkArgs& a) {
-  const Scratch s = scratch_of(a);
-  return s.factors + s.keys + s.updates;
-}
+size_t chunk_workspace(const ChunkArgs& a) { return scratch_of(a).all(); }
 
 cudaError_t chunk(const ChunkArgs& a, void* workspace, cudaStream_t stream) {
   if (a.seqs.N == 0 || a.V == 0) return cudaSuccess;
@@ -89,7 +92,8 @@ cudaError_t chunk(const ChunkArgs& a, void* workspace, cudaStream_t stream) {
   const Scratch s = scratch_of(a);
   x.factors = static_cast<unsigned char*>(workspace);
   x.keys = x.factors + s.factors;
-  x.updates = reinterpret_cast<float*>(x.keys + s.keys);
+  x.decays = reinterpret_cast<float*>(x.keys + s.keys);
+  x.updates = x.decays + s.decays / 4;
   x.slots = slots_of(a);
   x.chunks = (a.seqs.T + kChunk - 1) / kChunk;
   x.ratio = FastDiv(static_cast<uint32_t>(a.HV / a.H));

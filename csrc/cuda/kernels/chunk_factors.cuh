@@ -32,47 +32,113 @@ struct FactorsShared {
   // tokens, beta; with two parts what the first sums lose in float32.
   static constexpr int kGates = kParts == 2 ? 4 : 3;
   static int bytes(int ratio) { return kWork + 4 * kChunk * (2 + kGates * ratio); }
+  // Low rank: behind those the keys that the chunk starts from, and a factor for each.
+  static int lowrank_bytes(int ratio, int entries) {
+    return (bytes(ratio) + 1023) / 1024 * 1024 + kParts * entries * K * 2 + entries * 4;
+  }
 };
 
-// Rows of float32 in two float16 parts, each row multiplied by a power of two that brings its
-// largest element near 8; factor[row]: the inverse norm, or 1, over that power. Called by 4 warps.
-template <int K>
-__device__ __forceinline__ void split_rows(unsigned char* panels, float* factor, const float* from,
-                                           int64_t stride, int tokens, bool l2norm) {
+// Rows of K floats, four at a time from `load(row, first column)`, into panels of `rows` rows. Two
+// parts: each row multiplied by a power of two that brings its largest element near 8; factor[row]:
+// the inverse norm, or 1, over that power. Called by 4 warps.
+template <class IN, int K, class Load>
+__device__ __forceinline__ void pack_rows(unsigned char* panels, float* factor, int rows,
+                                          bool l2norm, Load&& load) {
+  using Form = Format<IN>;
+  using T = typename Form::T;
+  constexpr int PARTS = Form::kParts;
   constexpr int LANES = K / 4, ROWS = 32 / LANES, AT_ONCE = 8;  // lanes a row, rows an access
   const int warp = threadIdx.x >> 5, l = threadIdx.x % LANES, first = (threadIdx.x & 31) / LANES;
-  for (int batch = 0; batch < kChunk; batch += 4 * ROWS * AT_ONCE) {
+  for (int batch = 0; batch < rows; batch += 4 * ROWS * AT_ONCE) {
     float4 x[AT_ONCE];
 #pragma unroll
     for (int i = 0; i < AT_ONCE; i++) {
       const int row = batch + (4 * i + warp) * ROWS + first;
       x[i] = make_float4(0.f, 0.f, 0.f, 0.f);
-      if (row < tokens) x[i] = *reinterpret_cast<const float4*>(from + row * stride + 4 * l);
+      if (row < rows) x[i] = load(row, 4 * l);
     }
 #pragma unroll
     for (int i = 0; i < AT_ONCE; i++) {
       const int row = batch + (4 * i + warp) * ROWS + first;
-      float most = fmaxf(fmaxf(fabsf(x[i].x), fabsf(x[i].y)), fmaxf(fabsf(x[i].z), fabsf(x[i].w)));
+      PowerOfTwo scale;
+      if constexpr (PARTS == 2) {
+        float most =
+            fmaxf(fmaxf(fabsf(x[i].x), fabsf(x[i].y)), fmaxf(fabsf(x[i].z), fabsf(x[i].w)));
+#pragma unroll
+        for (int m = LANES / 2; m; m >>= 1) {
+          most = fmaxf(most, __shfl_xor_sync(kFullMask, most, m));
+        }
+        scale = PowerOfTwo(most, 3);
+      }
       float sum =
           __fmaf_rn(x[i].x, x[i].x, x[i].y * x[i].y) + __fmaf_rn(x[i].z, x[i].z, x[i].w * x[i].w);
-#pragma unroll
-      for (int m = LANES / 2; m; m >>= 1) {
-        most = fmaxf(most, __shfl_xor_sync(kFullMask, most, m));
-      }
       sum = lane_sum<LANES>(sum);
-      const PowerOfTwo scale(most, 3);
-      uint32_t low[2], high[2];
-      pack_parts<f16>(low, x[i].x * scale.by, x[i].y * scale.by);
-      pack_parts<f16>(high, x[i].z * scale.by, x[i].w * scale.by);
+      if (row >= rows) continue;
+      uint32_t low[PARTS], high[PARTS];
+      pack_parts<T>(low, x[i].x * scale.by, x[i].y * scale.by);
+      pack_parts<T>(high, x[i].z * scale.by, x[i].w * scale.by);
       unsigned char* const to =
-          panels + (l >> 4) * kPanelBytes + panel_offset(row, (l & 15) >> 1) + (l & 1) * 8;
+          panels + (l >> 4) * rows * 128 + panel_offset(row, (l & 15) >> 1) + (l & 1) * 8;
 #pragma unroll
-      for (int part = 0; part < 2; part++) {
-        *reinterpret_cast<uint2*>(to + part * (K / 64) * kPanelBytes) =
+      for (int part = 0; part < PARTS; part++) {
+        *reinterpret_cast<uint2*>(to + part * (K / 64) * rows * 128) =
             make_uint2(low[part], high[part]);
       }
       if (l == 0) factor[row] = l2norm ? rsqrtf(sum + kL2Eps) * scale.back : scale.back;
     }
+  }
+}
+
+// A window in 4-element vectors where it can be.
+__device__ __forceinline__ float4 load_four(const void* p, DType d, int64_t i, bool vectors) {
+  if (!vectors) {
+    return make_float4(load_as(p, d, i), load_as(p, d, i + 1), load_as(p, d, i + 2),
+                       load_as(p, d, i + 3));
+  }
+  if (d == DType::f32) return *reinterpret_cast<const float4*>(static_cast<const float*>(p) + i);
+  const uint2 x = *reinterpret_cast<const uint2*>(static_cast<const uint16_t*>(p) + i);
+  const bool b = d == DType::bf16;
+  const float2 low = b ? unpack_pair<bf16>(x.x) : unpack_pair<f16>(x.x);
+  const float2 high = b ? unpack_pair<bf16>(x.y) : unpack_pair<f16>(x.y);
+  return make_float4(low.x, low.y, high.x, high.y);
+}
+
+// The window that a sequence starts from, slot by slot: the live ones are the `fill` behind `head`.
+struct LiveSlots {
+  int R, head, fill;
+  __device__ __forceinline__ LiveSlots(const Window& w, const Sequence& seq)
+      : R(static_cast<int>(w.R)), head(0), fill(0) {
+    if (seq.row < 0 || seq.fresh) return;
+    const WindowCounts counts = unpack_fill(w.fill[seq.row * w.s_fill]);
+    head = counts.head;
+    fill = counts.fill < R ? counts.fill : R;
+  }
+  __device__ __forceinline__ int slot_of(int entry) const {
+    const int slot = head + entry;
+    return slot < R ? slot : slot - R;
+  }
+  __device__ __forceinline__ bool live(int slot) const {
+    const int entry = slot < head ? slot + R - head : slot - head;
+    return slot < R && entry < fill;
+  }
+};
+// The decay from each of its entries to the end of the window, times what was taken out of the key;
+// zero where there is none. By a warp.
+__device__ __forceinline__ void window_decays(float* to, const float* factor, const float* g,
+                                              int64_t step, const LiveSlots& slots, int room,
+                                              int lane) {
+  // Lane l: sums over the entries after l and after l + 32, taken from the newest on.
+  const auto log_decay = [&](int e) { return e < slots.fill ? g[slots.slot_of(e) * step] : 0.f; };
+  float late = log_decay(64 - lane), early = log_decay(32 - lane);
+  scan64(late, early, lane);
+  const float x = __shfl_sync(kFullMask, early, 31 - lane);
+  const float y = __shfl_sync(kFullMask, late, 31 - lane);
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const int e = lane + 32 * half;
+    if (e >= room) continue;
+    const int slot = e < slots.R ? slots.slot_of(e) : e;
+    to[slot] = e < slots.fill ? expf(half ? y : x) * factor[slot] : 0.f;
   }
 }
 
@@ -140,7 +206,7 @@ __device__ __forceinline__ void by_warp(int warp, Body&& body) {
   }
 }
 
-template <class IN, int K>
+template <class IN, int K, bool LOWRANK>
 __global__ void __launch_bounds__(128, 3)
     chunk_factors(const __grid_constant__ ChunkArgs a, const __grid_constant__ ChunkLayout layout) {
   using Shared = FactorsShared<IN, K>;
@@ -172,8 +238,56 @@ __global__ void __launch_bounds__(128, 3)
     copy_rows<K / 8>(shared_address(queries), q, a.q.st, own.tokens, threadIdx.x);
     commit_copies();
   } else {
-    split_rows<K>(keys, rk, k, a.k.st, own.tokens, a.l2norm);
-    split_rows<K>(queries, rq, q, a.q.st, own.tokens, a.l2norm);
+    const auto rows_of = [&](const IN* from, int64_t stride) {
+      return [=, &own](int row, int column) {
+        return row < own.tokens ? *reinterpret_cast<const float4*>(from + row * stride + column)
+                                : make_float4(0.f, 0.f, 0.f, 0.f);
+      };
+    };
+    pack_rows<IN, K>(keys, rk, kChunk, a.l2norm, rows_of(k, a.k.st));
+    pack_rows<IN, K>(queries, rq, kChunk, a.l2norm, rows_of(q, a.q.st));
+  }
+
+  // Low rank: the keys that the chunk starts from, those of the window or the last of the chunk
+  // before.
+  const int room = LOWRANK ? window_room(a.window.R) : 0;
+  unsigned char* const entries =
+      shared + (Shared::kWork + 4 * kChunk * (2 + Shared::kGates * ratio) + 1023) / 1024 * 1024;
+  float* const re = reinterpret_cast<float*>(entries + PARTS * room * K * 2);
+  if constexpr (LOWRANK) {
+    if (own.first) {
+      const Window& w = a.window;
+      const Sequence seq = device_sequence(a.seqs, own.n);
+      const LiveSlots slots(w, seq);
+      pack_rows<IN, K>(entries, re, room, false, [&](int slot, int column) {
+        return slots.live(slot) ? load_four(w.k, w.k_dtype,
+                                            seq.row * w.sk_p + hk * w.sk_h + slot * w.sk_r + column,
+                                            layout.window_vectors)
+                                : make_float4(0.f, 0.f, 0.f, 0.f);
+      });
+      __syncthreads();
+      for (int h = warp; h < ratio; h += 4) {
+        const int64_t head = hk * ratio + h;
+        window_decays(layout.decays + (slot * a.HV + head) * kChunk, re,
+                      w.g + seq.row * w.sg_p + head * w.sg_h, w.sg_r, slots, room, lane);
+      }
+    } else {
+      const int unused = room - static_cast<int>(a.window.R);
+      const IN* const last = k - room * a.k.st;
+      pack_rows<IN, K>(entries, re, room, a.l2norm, [&](int row, int column) {
+        float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
+        if (row < unused) return x;
+        const IN* const from = last + row * a.k.st + column;
+        if constexpr (PARTS == 2) {
+          x = *reinterpret_cast<const float4*>(from);
+        } else {
+          const uint2 y = *reinterpret_cast<const uint2*>(from);
+          const float2 low = unpack_pair<T>(y.x), high = unpack_pair<T>(y.y);
+          x = make_float4(low.x, low.y, high.x, high.y);
+        }
+        return x;
+      });
+    }
   }
 
   load_decays<PARTS>(gates, a, own, hk, ratio, warp, 4, lane);
@@ -197,10 +311,73 @@ __global__ void __launch_bounds__(128, 3)
       }
     }
     (threadIdx.x < 64 ? rk : rq)[row] = a.l2norm ? rsqrtf(sum + kL2Eps) : 1.f;
-  } else {
+  } else if constexpr (!LOWRANK) {
     unsigned char* const to = layout.keys + (slot * a.H + hk) * Shared::kKeys;
     for (int i = threadIdx.x * 16; i < Shared::kKeys; i += 128 * 16) {
       *reinterpret_cast<uint4*>(to + i) = *reinterpret_cast<const uint4*>(keys + i);
+    }
+  }
+
+  if constexpr (LOWRANK) {
+    // Their products with keys and queries of the chunk: columns 16 warp ... belong to a warp.
+    __syncthreads();  // rk and rq are there
+    const int bytes = Form::gram_bytes(room), step = room * K * 2;
+    unsigned char* const to = layout.keys + (slot * a.H + hk) * 2 * bytes;
+    const uint32_t base = shared_address(keys), rows = shared_address(entries);
+    const int right = 16 * warp + ((lane >> 4) << 3) + (lane & 7);
+    for (int r0 = 0; r0 < room; r0 += 16) {
+      float ek[2][4] = {}, eq[2][4] = {};
+#pragma unroll
+      for (int s = 0; s < K / 16; s++) {
+        const int piece = (s & 3) * 2;
+        uint32_t left[PARTS][4];
+#pragma unroll
+        for (int part = 0; part < PARTS; part++) {
+          load_matrices(left[part], rows + part * step + (s >> 2) * room * 128 +
+                                        panel_offset(r0 + (lane & 15), piece + (lane >> 4)));
+        }
+        const uint32_t from =
+            base + (s >> 2) * kPanelBytes + panel_offset(right, piece + ((lane >> 3) & 1));
+#pragma unroll
+        for (int part = PARTS - 1; part >= 0; part--) {
+          uint32_t bk[4], bq[4];
+          load_matrices(bk, from + part * STEP);
+          load_matrices(bq, from + part * STEP + Shared::kKeys / 2);
+#pragma unroll
+          for (int x = PARTS - 1 - part; x >= 0; x--) {
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+              mma_16x8x16<T>(ek[half], left[x], bk[2 * half], bk[2 * half + 1]);
+              mma_16x8x16<T>(eq[half], left[x], bq[2 * half], bq[2 * half + 1]);
+            }
+          }
+        }
+      }
+#pragma unroll
+      for (int p = 0; p < 2; p++) {
+        float2 key = make_float2(1.f, 1.f), query = key;
+        if constexpr (PARTS == 1) {
+          key = *reinterpret_cast<const float2*>(rk + 16 * warp + 8 * p + 2 * t);
+          query = *reinterpret_cast<const float2*>(rq + 16 * warp + 8 * p + 2 * t);
+        }
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+          const int row = r0 + g + 8 * half;
+          const float own_norm = PARTS == 1 ? re[row] : 1.f;
+          uint32_t x[PARTS], y[PARTS];
+          pack_parts<T>(x, own_norm * key.x * ek[p][2 * half],
+                        own_norm * key.y * ek[p][2 * half + 1]);
+          pack_parts<T>(y, own_norm * query.x * eq[p][2 * half],
+                        own_norm * query.y * eq[p][2 * half + 1]);
+#pragma unroll
+          for (int part = 0; part < PARTS; part++) {
+            unsigned char* const at =
+                to + part * room * 128 + panel_offset(row, 2 * warp + p) + 4 * t;
+            *reinterpret_cast<uint32_t*>(at) = x[part];
+            *reinterpret_cast<uint32_t*>(at + bytes) = y[part];
+          }
+        }
+      }
     }
   }
 
@@ -260,15 +437,17 @@ __global__ void __launch_bounds__(128, 3)
     const int h = x / kChunk, i = x % kChunk;
     const float w = exp2_flushed(gates[h * GATES * kChunk + i]);
     float* const to = reinterpret_cast<float*>(out + h * Form::kBytes + Form::kVectors);
-    to[i] = w * rk[i];
+    constexpr bool APART = LOWRANK && PARTS == 1;  // norms are factors of the products
+    const float own_key = APART ? 1.f : rk[i], own_query = APART ? 1.f : rq[i];
+    to[i] = w * own_key;
     if (layout.beta) {
       layout.beta[((slot * a.HV + hk * ratio) + h) * kChunk + i] =
           gates[(h * GATES + 2) * kChunk + i];
     }
-    to[kChunk + i] = PARTS == 2 ? w : a.scale * w * rq[i];
+    to[kChunk + i] = PARTS == 2 ? w : a.scale * w * own_query;
     // Low-rank: of a chunk that another one follows, the newest R tokens are all that is left.
-    const bool lost = a.window.fill && i < kChunk - a.window.R;
-    to[2 * kChunk + i] = lost ? 0.f : exp2_flushed(gates[(h * GATES + 1) * kChunk + i]) * rk[i];
+    const bool lost = LOWRANK && i < kChunk - a.window.R;
+    to[2 * kChunk + i] = lost ? 0.f : exp2_flushed(gates[(h * GATES + 1) * kChunk + i]) * own_key;
     if constexpr (PARTS == 2) {
       to[3 * kChunk + i] = a.scale * rq[i];
     } else {

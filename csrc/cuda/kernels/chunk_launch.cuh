@@ -16,10 +16,10 @@ cudaError_t allow_shared(void (*kernel)(P...), int bytes) {
                               cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
 }
 
-template <class IN, int K, Scan KIND, bool LOWRANK = false>
+template <class IN, int K, Scan KIND, int ENTRIES = 0>
 cudaError_t launch_scan(const ChunkArgs& a, ChunkLayout x, cudaStream_t stream) {
-  const auto kernel = chunk_scan<IN, K, KIND, LOWRANK>;
-  const int shared = ScanShared<IN, K>::template kBytes<KIND, LOWRANK>;
+  const auto kernel = chunk_scan<IN, K, KIND, ENTRIES>;
+  const int shared = ScanShared<IN, K, ENTRIES>::template kBytes<KIND>;
   cudaError_t error = allow_shared(kernel, shared);
   for (; error == cudaSuccess && x.first < a.seqs.N; x.first += kMaxGridY) {
     const int64_t count = a.seqs.N - x.first < kMaxGridY ? a.seqs.N - x.first : kMaxGridY;
@@ -34,37 +34,61 @@ inline bool plain(const StatePool& s) {
   return !s.ptr || (s.dtype == DType::f32 && vector_state(s));
 }
 
-template <class IN, int K>
+template <class IN, int K, bool LOWRANK = false>
 cudaError_t launch_factors(const ChunkArgs& a, const ChunkLayout& x, cudaStream_t stream) {
-  const auto kernel = chunk_factors<IN, K>;
-  const int shared = FactorsShared<IN, K>::bytes(static_cast<int>(x.ratio.divisor));
+  using Shared = FactorsShared<IN, K>;
+  const auto kernel = chunk_factors<IN, K, LOWRANK>;
+  const int ratio = static_cast<int>(x.ratio.divisor);
+  const int shared =
+      LOWRANK ? Shared::lowrank_bytes(ratio, window_room(a.window.R)) : Shared::bytes(ratio);
   const cudaError_t error = allow_shared(kernel, shared);
   if (error != cudaSuccess) return error;
   return launch(kernel, dim3(static_cast<unsigned>(x.slots), static_cast<unsigned>(a.H)), dim3(128),
                 shared, stream, a, x);
 }
 
+// What a scan is launched as depends on how its blocks fill the multiprocessors.
+struct ScanBlocks {
+  bool one, lone, few;
+  template <class IN>
+  static ScanBlocks of(const ChunkArgs& a) {
+    const int64_t blocks = a.seqs.N * a.HV * (a.V / kScanRows), processors = multiprocessors();
+    // A sequence of one chunk has nothing to fetch ahead.
+    const bool one = a.seqs.B * a.seqs.T <= kChunk * a.seqs.N;
+    // Two stages of two parts fill a multiprocessor.
+    return {one, !one && blocks <= processors, Format<IN>::kParts == 1 && blocks <= 2 * processors};
+  }
+};
+// Blocks alone on their multiprocessors.
+template <class IN>
+constexpr Scan kLone = Format<IN>::kParts > 1 ? Scan::ahead : Scan::lone;
+
+template <class IN, int ENTRIES>
+cudaError_t lowrank_scan_of(const ChunkArgs& a, const ChunkLayout& x, cudaStream_t stream) {
+  return ScanBlocks::of<IN>(a).lone ? launch_scan<IN, 64, kLone<IN>, ENTRIES>(a, x, stream)
+                                    : launch_scan<IN, 64, Scan::among, ENTRIES>(a, x, stream);
+}
+// K plays no part here.
+template <class IN>
+cudaError_t lowrank_scan(const ChunkArgs& a, const ChunkLayout& x, cudaStream_t stream) {
+  return window_room(a.window.R) == 16 ? lowrank_scan_of<IN, 16>(a, x, stream)
+                                       : lowrank_scan_of<IN, kChunk>(a, x, stream);
+}
+
 template <class IN, int K>
 cudaError_t chunk_products(const ChunkArgs& a, const ChunkLayout& x, cudaStream_t stream) {
-  const cudaError_t error = launch_factors<IN, K>(a, x, stream);
+  const cudaError_t error = a.window.fill ? launch_factors<IN, K, true>(a, x, stream)
+                                          : launch_factors<IN, K>(a, x, stream);
   if (error != cudaSuccess) return error;
-  const int64_t blocks = a.seqs.N * a.HV * (a.V / kScanRows), processors = multiprocessors();
-  // A sequence of one chunk has nothing to fetch ahead.
-  const bool one = a.seqs.B * a.seqs.T <= kChunk * a.seqs.N;
-  constexpr bool PARTS = Format<IN>::kParts > 1;
-  constexpr Scan LONE = PARTS ? Scan::ahead : Scan::lone;
-  // Two stages of two parts fill a multiprocessor.
-  const bool lone = !one && blocks <= processors, few = !PARTS && blocks <= 2 * processors;
-  if (a.window.fill) {
-    return lone ? launch_scan<IN, K, LONE, true>(a, x, stream)
-                : launch_scan<IN, K, Scan::among, true>(a, x, stream);
-  }
+  if (a.window.fill) return lowrank_scan<IN>(a, x, stream);
+  const ScanBlocks blocks = ScanBlocks::of<IN>(a);
+  constexpr Scan LONE = kLone<IN>;
   const bool pools = plain(a.read) && plain(a.write);
   const bool vectors = LONE == Scan::lone && (!a.read.ptr || x.read_vectors) && x.write_vectors;
-  if (!pools && !(lone && vectors)) return launch_scan<IN, K, Scan::general>(a, x, stream);
-  if (lone) return launch_scan<IN, K, LONE>(a, x, stream);
-  return one || !few ? launch_scan<IN, K, Scan::among>(a, x, stream)
-                     : launch_scan<IN, K, Scan::ahead>(a, x, stream);
+  if (!pools && !(blocks.lone && vectors)) return launch_scan<IN, K, Scan::general>(a, x, stream);
+  if (blocks.lone) return launch_scan<IN, K, LONE>(a, x, stream);
+  return blocks.one || !blocks.few ? launch_scan<IN, K, Scan::among>(a, x, stream)
+                                   : launch_scan<IN, K, Scan::ahead>(a, x, stream);
 }
 
 }  // namespace cuda

@@ -33,6 +33,10 @@ struct Format {
   //   two parts: w_i rk_i; w_i; D_nj rk_j; scale rq_i
   // Keys and queries of two parts are written too, their rows multiplied by a power of two that rk
   // and rq undo.
+  // Low rank: with e an entry that the chunk starts from, an update of the window or of the chunk
+  // before, the products k_e . k_i and k_e . q_i are written in place of keys and queries; of one
+  // part they are multiplied by the norms, rk_e rk_i and rk_e rq_i, which the vectors then lack.
+  // The weights of what is in the window lie apart (decays).
   static constexpr float kInverseScale = kScaled ? 512.f : 1.f;
   static constexpr int kMixing = kParts * kPanelBytes, kVectors = 2 * kParts * kPanelBytes;
   static constexpr int kBytes = kVectors + 1024;
@@ -44,11 +48,17 @@ struct Format {
   static constexpr int key_bytes() {  // of a chunk of one key head; those of its queries follow
     return kParts * (K / 64) * kPanelBytes;
   }
+  // Low rank: the products of the keys that a chunk starts from with its keys, and behind them
+  // those with its queries; `entries` rows of 64 columns.
+  __host__ __device__ static constexpr int gram_bytes(int entries) {
+    return kParts * entries * 128;
+  }
 };
 
 struct ChunkLayout {
   unsigned char* factors = nullptr;  // [slots][HV][Format::kBytes]
-  unsigned char* keys = nullptr;     // two parts: [slots][H][keys, queries]
+  unsigned char* keys = nullptr;     // two parts or low rank: [slots][H][keys, queries]
+  float* decays = nullptr;           // low rank: [slots][HV][64], those of first chunks
   float* beta = nullptr;             // backward: [slots][HV][64]; the inverse is then without it
   float* updates = nullptr;          // low rank by tokens: [N][HV][R][V], token p at p % R
   int64_t slots = 0;
@@ -62,6 +72,12 @@ struct ChunkLayout {
 // For inputs of type IN; instantiated in files of their own (chunk_launch.cuh).
 template <class IN, int K>
 cudaError_t chunk_products(const ChunkArgs& a, const ChunkLayout& x, cudaStream_t stream);
+// The second kernel of the low-rank form.
+template <class IN>
+cudaError_t lowrank_scan(const ChunkArgs& a, const ChunkLayout& x, cudaStream_t stream);
+
+// Low rank: entries of the window that there is room for, a multiple of 16.
+__host__ __device__ constexpr int window_room(int64_t R) { return R <= 16 ? 16 : kChunk; }
 
 // Chunks of packed sequences lie at start / 64 + n and after: unique, ascending, at most
 // T / 64 + N, and known without a sum over the sequences before.
@@ -75,17 +91,19 @@ __device__ __forceinline__ int64_t clipped(const Sequences& s, int64_t n) {
 }
 
 struct OwnedChunk {
-  int64_t b, start;  // first token of the chunk
-  int tokens;        // 0: the slot is empty
+  int64_t n, b, start;  // sequence; first token of the chunk
+  int tokens;           // 0: the slot is empty
+  bool first;           // of the sequence
 };
 // The chunk of a slot; every lane of the warp takes part and gets the answer.
 __device__ __forceinline__ OwnedChunk chunk_of_slot(const ChunkArgs& a, const ChunkLayout& x,
                                                     int64_t slot) {
-  OwnedChunk r = {0, 0, 0};
+  OwnedChunk r = {0, 0, 0, 0, false};
   int64_t end;
   if (!a.seqs.cu_seqlens.ptr) {
-    r.b = slot / x.chunks;
+    r.n = r.b = slot / x.chunks;
     r.start = (slot - r.b * x.chunks) * kChunk;
+    r.first = r.start == 0;
     end = a.seqs.T;
   } else {
     // Largest n whose first slot is not above `slot`, 32 candidates at a time.
@@ -102,7 +120,9 @@ __device__ __forceinline__ OwnedChunk chunk_of_slot(const ChunkArgs& a, const Ch
     }
     const int64_t start = clipped(a.seqs, low);
     end = clipped(a.seqs, low + 1);
+    r.n = low;
     r.start = start + (slot - (start / kChunk + low)) * kChunk;
+    r.first = r.start == start;
     if (r.start < start) end = r.start;
   }
   const int64_t left = end - r.start;

@@ -30,42 +30,37 @@ template <Scan KIND>
 struct ScanShape {
   static constexpr bool kHelpers = KIND == Scan::lone;
   static constexpr int kStages = kHelpers ? 3 : KIND == Scan::ahead ? 2 : 1;
-  static constexpr int kThreads = kHelpers ? 256 : 128, kMinBlocks = kHelpers ? 1 : 2;
+  static constexpr int kThreads = kHelpers ? 256 : 128;
 };
 
-template <class IN, int K>
+// ENTRIES: 0, or low rank with a window of at most so many.
+template <class IN, int K, Scan KIND, int ENTRIES>
+constexpr int scan_blocks() {  // a multiprocessor, at least
+  if (ScanShape<KIND>::kHelpers) return 1;
+  if (ENTRIES == 0) return 2;
+  return (ENTRIES == 16 ? 3 : 2) + (Format<IN>::kParts == 1);
+}
+
+template <class IN, int K, int ENTRIES>
 struct ScanShared {
   using Form = Format<IN>;
-  static constexpr int kKeys = Form::template key_bytes<K>();
+  // Low rank: what takes the place of keys and queries, see Format::gram_bytes.
+  static constexpr int kKeys = ENTRIES ? Form::gram_bytes(ENTRIES) : Form::template key_bytes<K>();
   static constexpr int kQueries = kKeys, kValues = 2 * kKeys;
   static constexpr int kFactors = kValues + Form::kParts * kPanelBytes;
   static constexpr int kMixing = kFactors + Form::kMixing;
   static constexpr int kVectors = kFactors + Form::kVectors;
   static constexpr int kStage = kVectors + 1024;  // panels start at multiples of 1024
-  // A low-rank window: keys, updates and decays, laid out as in a stage.
-  static constexpr int kWindowUpdates = kKeys;
-  static constexpr int kWindowDecays = kWindowUpdates + Form::kParts * kPanelBytes;
-  static constexpr int kWindow = kWindowDecays + kChunk * 4;
-  static constexpr float kWindowScale = Form::kParts == 2 ? 8.f : 1.f;  // of its keys
-  template <Scan KIND, bool LOWRANK>
+  template <Scan KIND>
   static constexpr bool kStaged =
-      !LOWRANK && KIND != Scan::ahead && (Form::kParts == 1 || KIND == Scan::general);
+      ENTRIES == 0 && KIND != Scan::ahead && (Form::kParts == 1 || KIND == Scan::general);
   // Behind the stages: with helpers two panels of outputs; the state on its way, 64 rows of K
-  // floats; where the only stage is of one part, the window.
+  // floats.
   template <Scan KIND>
   static constexpr int kOwned =
       ScanShape<KIND>::kStages * kStage + (ScanShape<KIND>::kHelpers ? 2 * kPanelBytes : 0);
-  // The low-rank window lies in the last stage, which is filled last. A single stage has to wait
-  // for it, unless there is room behind.
   template <Scan KIND>
-  static constexpr bool kWindowFirst = ScanShape<KIND>::kStages == 1 && Form::kParts == 2;
-  template <Scan KIND>
-  static constexpr int kWindowAt =
-      ScanShape<KIND>::kStages > 1 ? (ScanShape<KIND>::kStages - 1) * kStage
-                                   : (kWindowFirst<KIND> ? 0 : kOwned<KIND>);
-  template <Scan KIND, bool LOWRANK>
-  static constexpr int kBytes = kOwned<KIND> + (kStaged<KIND, LOWRANK> ? kScanRows * K * 4 : 0) +
-                                (LOWRANK && kWindowAt<KIND> == kOwned<KIND> ? kWindow : 0);
+  static constexpr int kBytes = kOwned<KIND> + (kStaged<KIND> ? kScanRows * K * 4 : 0);
 };
 
 // 16 rows of V of a state, as accumulators. PLAIN: pools are float32 with K contiguous.
@@ -252,139 +247,26 @@ __device__ __forceinline__ void row_most(float (&most)[2], const float (&c)[N][4
   }
 }
 
-// A window in 4-element vectors where it can be.
-__device__ __forceinline__ float4 load_four(const void* p, DType d, int64_t i, bool vectors) {
-  if (!vectors) {
-    return make_float4(load_as(p, d, i), load_as(p, d, i + 1), load_as(p, d, i + 2),
-                       load_as(p, d, i + 3));
-  }
-  if (d == DType::f32) return *reinterpret_cast<const float4*>(static_cast<const float*>(p) + i);
-  const uint2 x = *reinterpret_cast<const uint2*>(static_cast<const uint16_t*>(p) + i);
-  const bool b = d == DType::bf16;
-  const float2 low = b ? unpack_pair<bf16>(x.x) : unpack_pair<f16>(x.x);
-  const float2 high = b ? unpack_pair<bf16>(x.y) : unpack_pair<f16>(x.y);
-  return make_float4(low.x, low.y, high.x, high.y);
-}
-
-// The window that a low-rank sequence starts from, laid out as a chunk whose updates are known:
-// keys into the panels of k, updates into those of v, decays times what was taken out of a key.
-// Entries beyond the window up to the next multiple of 16 are zero. `stage` is that of the window;
-// returns the number of entries.
-template <class IN, int K>
-__device__ __forceinline__ int load_window(const ChunkArgs& a, const ChunkLayout& layout,
-                                           int64_t row, int64_t hk, int64_t hv, int v0,
-                                           unsigned char* stage) {
-  using Shared = ScanShared<IN, K>;
-  using Form = Format<IN>;
-  using T = typename Form::T;
-  constexpr int PARTS = Form::kParts;
-  const Window& w = a.window;
-  const int R = static_cast<int>(w.R);
-  const WindowCounts counts = unpack_fill(w.fill[row * w.s_fill]);
-  const int fill = counts.fill < R ? counts.fill : R;
-  if (fill == 0) return 0;
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, warps = blockDim.x >> 5;
-  const auto slot_of = [&](int e) {
-    const int slot = counts.head + e;
-    return slot < R ? slot : slot - R;
-  };
-  float* const decay = reinterpret_cast<float*>(stage + Shared::kWindowDecays);
-  if (warp == 0) {
-    // Lane l: sums over the entries after l and after l + 32, taken from the newest on.
-    float late = 0.f, early = 0.f;
-    const auto log_decay = [&](int e) {
-      return e < fill ? w.g[row * w.sg_p + hv * w.sg_h + slot_of(e) * w.sg_r] : 0.f;
-    };
-    late = log_decay(64 - lane);
-    early = log_decay(32 - lane);
-    scan64(late, early, lane);
-    const float x = __shfl_sync(kFullMask, early, 31 - lane);
-    const float y = __shfl_sync(kFullMask, late, 31 - lane);
-    decay[lane] = lane < fill ? expf(x) * (1.f / Shared::kWindowScale) : 0.f;
-    decay[lane + 32] = lane + 32 < fill ? expf(y) * (1.f / Shared::kWindowScale) : 0.f;
-  }
-  constexpr int LANES = K / 4, ROWS = 32 / LANES, BATCH = 4;
-  const int end = (fill + 15) & ~15;
-  {
-    const int l = lane % LANES, first = warp * ROWS + lane / LANES, step = warps * ROWS;
-    for (int e0 = first; e0 < end; e0 += BATCH * step) {
-      float4 x[BATCH];
-#pragma unroll
-      for (int i = 0; i < BATCH; i++) {
-        const int e = e0 + i * step;
-        x[i] = make_float4(0.f, 0.f, 0.f, 0.f);
-        if (e < fill) {
-          x[i] = load_four(w.k, w.k_dtype, row * w.sk_p + hk * w.sk_h + slot_of(e) * w.sk_r + 4 * l,
-                           layout.window_vectors);
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < BATCH; i++) {
-        const int e = e0 + i * step;
-        if (e >= end) continue;
-        uint32_t low[PARTS], high[PARTS];
-        constexpr float SCALE = Shared::kWindowScale;
-        pack_parts<T>(low, SCALE * x[i].x, SCALE * x[i].y);
-        pack_parts<T>(high, SCALE * x[i].z, SCALE * x[i].w);
-        unsigned char* const to =
-            stage + (l >> 4) * kPanelBytes + panel_offset(e, (l & 15) >> 1) + (l & 1) * 8;
-#pragma unroll
-        for (int part = 0; part < PARTS; part++) {
-          *reinterpret_cast<uint2*>(to + part * (K / 64) * kPanelBytes) =
-              make_uint2(low[part], high[part]);
-        }
-      }
-    }
-  }
-  {
-    const int l = lane & 15, first = warp * 2 + (lane >> 4), step = warps * 2;
-    for (int e0 = first; e0 < end; e0 += BATCH * step) {
-      float4 x[BATCH];
-#pragma unroll
-      for (int i = 0; i < BATCH; i++) {
-        const int e = e0 + i * step;
-        x[i] = make_float4(0.f, 0.f, 0.f, 0.f);
-        if (e < fill) {
-          x[i] = load_four(w.u, w.u_dtype,
-                           row * w.su_p + hv * w.su_h + slot_of(e) * w.su_r + v0 + 4 * l,
-                           layout.window_vectors);
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < BATCH; i++) {
-        const int e = e0 + i * step;
-        if (e >= end) continue;
-        unsigned char* const updates = stage + Shared::kWindowUpdates;
-        if constexpr (PARTS == 2) {
-          *reinterpret_cast<float4*>(updates + tile_offset(e, l)) = x[i];
-        } else {
-          *reinterpret_cast<uint2*>(updates + panel_offset(e, l >> 1) + (l & 1) * 8) =
-              make_uint2(pack_pair<T>(x[i].x, x[i].y), pack_pair<T>(x[i].z, x[i].w));
-        }
-      }
-    }
-  }
-  return fill;
-}
-
-template <class IN, int K, Scan KIND, bool LOWRANK>
-__global__ void __launch_bounds__(ScanShape<KIND>::kThreads, ScanShape<KIND>::kMinBlocks)
+template <class IN, int K, Scan KIND, int ENTRIES>
+__global__ void __launch_bounds__(ScanShape<KIND>::kThreads, scan_blocks<IN, K, KIND, ENTRIES>())
     chunk_scan(const __grid_constant__ ChunkArgs a, const __grid_constant__ ChunkLayout layout) {
   using Form = Format<IN>;
-  using Shared = ScanShared<IN, K>;
+  using Shared = ScanShared<IN, K, ENTRIES>;
   using T = typename Form::T;
   extern __shared__ __align__(1024) unsigned char shared[];
   constexpr int PARTS = Form::kParts;
   constexpr bool SCALED = Form::kScaled;
   constexpr bool HELPERS = ScanShape<KIND>::kHelpers;
   constexpr int STAGES = ScanShape<KIND>::kStages;
-  constexpr bool STAGED = Shared::template kStaged<KIND, LOWRANK>;
+  constexpr bool LOWRANK = ENTRIES > 0;
+  constexpr bool STAGED = Shared::template kStaged<KIND>;
   constexpr bool ANY = KIND == Scan::lone || KIND == Scan::general;  // pools of any layout
   constexpr int AHEAD = STAGES > 1 ? STAGES - 1 : 1;                 // chunks
   // S q fills the wait for S k; among others, or with factors in parts, it is formed later and
   // fewer registers are needed.
   constexpr bool LATE = STAGES == 1 || PARTS == 2;
-  constexpr int KEY_STEP = (K / 64) * kPanelBytes;  // between the parts of keys
+  // Between the parts of what the old state is multiplied by.
+  constexpr int KEY_STEP = LOWRANK ? ENTRIES * 128 : (K / 64) * kPanelBytes;
   static_assert(!HELPERS || PARTS == 1, "the stages of two parts leave no room for outputs");
   const int thread = threadIdx.x & 127;
   // The same for a whole warp, which the compiler has to know: products in a branch that it takes
@@ -431,8 +313,10 @@ __global__ void __launch_bounds__(ScanShape<KIND>::kThreads, ScanShape<KIND>::kM
     const int64_t done = static_cast<int64_t>(c) * kChunk;
     const int tokens = length - done < kChunk ? static_cast<int>(length - done) : kChunk;
     if constexpr (PARTS == 1) {
-      copy_rows<K / 8>(stage, k + done * a.k.st, a.k.st, tokens, thread);
-      copy_rows<K / 8>(stage + Shared::kQueries, q + done * a.q.st, a.q.st, tokens, thread);
+      if constexpr (!LOWRANK) {
+        copy_rows<K / 8>(stage, k + done * a.k.st, a.k.st, tokens, thread);
+        copy_rows<K / 8>(stage + Shared::kQueries, q + done * a.q.st, a.q.st, tokens, thread);
+      }
       copy_rows<8>(stage + Shared::kValues, v + done * a.v.st, a.v.st, tokens, thread);
     } else {
 #pragma unroll
@@ -445,7 +329,7 @@ __global__ void __launch_bounds__(ScanShape<KIND>::kThreads, ScanShape<KIND>::kM
     }
   };
   const auto ask_factors = [&](int c, uint32_t stage) {
-    if constexpr (PARTS == 2) {
+    if constexpr (PARTS == 2 || LOWRANK) {
       copy_block(stage, keys + static_cast<int64_t>(c) * a.H * 2 * Shared::kKeys,
                  std::integral_constant<int, 2 * Shared::kKeys>());
     }
@@ -455,7 +339,9 @@ __global__ void __launch_bounds__(ScanShape<KIND>::kThreads, ScanShape<KIND>::kM
 
   const RightLanes lanes(lane);
   ScanState<K, KIND != Scan::general> S;
-  PowerOfTwo s_scale[2];  // S.s is the state times these, a row each
+  constexpr int TILES = LOWRANK ? ENTRIES / 8 : 2;
+  uint32_t W[TILES / 2][PARTS][4];  // low rank: in place of S, a left operand
+  PowerOfTwo s_scale[2];            // S.s, or W, is the state times these, a row each
   const auto rescale = [&] {
     if constexpr (SCALED) {
       float most[2];
@@ -487,10 +373,9 @@ __global__ void __launch_bounds__(ScanShape<KIND>::kThreads, ScanShape<KIND>::kM
       }
     }
   };
-  // U as accumulators, times u_scale; `decay` may carry what was taken out of k; `steps` of 16
-  // tokens. Left running.
+  // U as accumulators, times u_scale; `decay` may carry what was taken out of k. Left running.
   const auto update = [&](float (&u)[8][4], const PowerOfTwo(&u_scale)[2], uint32_t stage,
-                          const float* decay, int steps) {
+                          const float* decay) {
 #pragma unroll
     for (int p = 0; p < 8; p++) {
       const float2 d = *reinterpret_cast<const float2*>(decay + 8 * p + 2 * t);
@@ -537,9 +422,37 @@ __global__ void __launch_bounds__(ScanShape<KIND>::kThreads, ScanShape<KIND>::kM
     open_products();
 #pragma unroll
     for (int s = 0; s < 4; s++) {
-      if (s < steps) multiply_columns<T>(S.s, left[s], stage, 0, KEY_STEP, s, 0, lanes);
+      multiply_columns<T>(S.s, left[s], stage, 0, KEY_STEP, s, 0, lanes);
     }
     close_products();
+  };
+  // Low rank: W = the updates of the window, TILES accumulators to be multiplied by `back`, a row
+  // each, times their decays. A decay of zero drops what it meets, whatever that is.
+  const auto set_window = [&](const float (*u)[4], const float* decay, const float (&back)[2]) {
+    float x[TILES][4];
+#pragma unroll
+    for (int p = 0; p < TILES; p++) {
+      const float2 d = *reinterpret_cast<const float2*>(decay + 8 * p + 2 * t);
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        const float by = e & 1 ? d.y : d.x;
+        x[p][e] = by == 0.f ? 0.f : by * u[p][e];
+        if constexpr (SCALED) x[p][e] *= back[e >> 1];
+      }
+    }
+    if constexpr (SCALED) {
+      float most[2];
+      row_most(most, x);
+#pragma unroll
+      for (int row = 0; row < 2; row++) s_scale[row] = PowerOfTwo(most[row], 4);
+#pragma unroll
+      for (int p = 0; p < TILES; p++) {
+#pragma unroll
+        for (int e = 0; e < 4; e++) x[p][e] *= s_scale[e >> 1].by;
+      }
+    }
+#pragma unroll
+    for (int s = 0; s < TILES / 2; s++) pack_left<T>(W[s], x[2 * s], x[2 * s + 1]);
   };
   // v^T of this warp's rows, tokens 16 p ...: x[half][row][e] is row g + 8 row, token 16 p + 8 half
   // + 2 t + e.
@@ -588,44 +501,26 @@ __global__ void __launch_bounds__(ScanShape<KIND>::kThreads, ScanShape<KIND>::kM
   };
   const bool read_state = !LOWRANK && a.read.ptr && !seq.fresh && !helper;
 
-  clear(S.s);
-  int kept = 0;  // low rank: entries of the window that stay
+  if (!LOWRANK) clear(S.s);
   const int R = LOWRANK ? static_cast<int>(a.window.R) : 1;
   const int news = LOWRANK && length > R ? R : static_cast<int>(length);
-  const auto start_from_window = [&] {
-    unsigned char* const window = shared + Shared::template kWindowAt<KIND>;
-    const int fill = uniform(
-        seq.fresh || chunks == 0 ? 0 : load_window<IN, K>(a, layout, seq.row, hk, hv, v0, window));
-    if (fill > 0) {
-      publish_shared();
-      __syncthreads();
-      if (!helper) {
-        float u[8][4];
+  int kept = 0;  // low rank: entries of the window that stay
+  // Updates of the window slot by slot, live or not: the first kernel gives the others no weight.
+  uint32_t stored[TILES][4] = {};
+  if (LOWRANK && !helper && !seq.fresh) {
+    const Window& w = a.window;
+    const int64_t from = seq.row * w.su_p + hv * w.su_h + v0 + 16 * warp + g;
 #pragma unroll
-        for (int p = 0; p < 4; p++) {
-          float x[2][2][2] = {};
-          if (16 * p < fill) load_values(x, window + Shared::kWindowUpdates, p);
+    for (int p = 0; p < TILES; p++) {
 #pragma unroll
-          for (int m = 0; m < 8; m++) u[2 * p + (m >> 2)][m & 3] = x[m >> 2][(m >> 1) & 1][m & 1];
-        }
-        const PowerOfTwo one[2];
-        update(u, one, shared_address(window),
-               reinterpret_cast<const float*>(window + Shared::kWindowDecays), (fill + 15) / 16);
-        await_products<0>(S.s);
+      for (int e = 0; e < 4; e++) {
+        const int slot = 8 * p + 2 * t + (e & 1);
+        if (slot < R) stored[p][e] = load_bits(w.u, w.u_dtype, from + slot * w.su_r + 8 * (e >> 1));
       }
-      kept = fill < R - news ? fill : R - news;
-      if (kept > 0 && threadIdx.x < kScanRows) {
-        const Window& w = a.window;
-        const WindowCounts counts = unpack_fill(w.fill[seq.row * w.s_fill]);
-        move_entries(w.u, w.u_dtype, seq.row * w.su_p + hv * w.su_h + v0 + threadIdx.x, w.su_r,
-                     counts.head + fill - kept, R, kept);
-      }
-      __syncthreads();
     }
-  };
-  constexpr bool WINDOW_FIRST = LOWRANK && Shared::template kWindowFirst<KIND>;
+  }
   // Inputs are older than the first kernel, which has waited for all that came before it.
-  if (!WINDOW_FIRST && copies && chunks > 0) ask_inputs(0, base);
+  if (copies && chunks > 0) ask_inputs(0, base);
   const bool stage_in = read_state && STAGED && (!ANY || layout.read_vectors);
   if (stage_in) {
     with_staging<K, ANY>(a.read, [&](auto pool) {
@@ -636,10 +531,6 @@ __global__ void __launch_bounds__(ScanShape<KIND>::kThreads, ScanShape<KIND>::kM
     S.load(a.read, home(a.read, seq.row, g) + 2 * t * a.read.s_k);
   }
   wait_for_previous_kernel();
-  if (WINDOW_FIRST) {
-    start_from_window();
-    if (chunks > 0) ask_inputs(0, base);
-  }
   if (copies) {
     if (chunks > 0) ask_factors(0, base);
     commit_copies();
@@ -652,7 +543,30 @@ __global__ void __launch_bounds__(ScanShape<KIND>::kThreads, ScanShape<KIND>::kM
       commit_copies();
     }
   }
-  if (LOWRANK && !WINDOW_FIRST) start_from_window();
+  if constexpr (LOWRANK) {
+    if (!helper && chunks > 0) {
+      float u[TILES][4];
+#pragma unroll
+      for (int p = 0; p < TILES; p++) {
+#pragma unroll
+        for (int e = 0; e < 4; e++) u[p][e] = bits_to_float(stored[p][e], a.window.u_dtype);
+      }
+      const float one[2] = {1.f, 1.f};
+      set_window(u, layout.decays + (first_chunk * a.HV + hv) * kChunk, one);
+    }
+    if (news < R && !seq.fresh) {
+      // Few tokens: what stays of the window moves to its start, once everyone has read it.
+      const Window& w = a.window;
+      const WindowCounts counts = unpack_fill(w.fill[seq.row * w.s_fill]);
+      const int fill = counts.fill < R ? counts.fill : R;
+      kept = fill < R - news ? fill : R - news;
+      __syncthreads();
+      if (threadIdx.x < kScanRows && news > 0 && kept > 0) {
+        move_entries(w.u, w.u_dtype, seq.row * w.su_p + hv * w.su_h + v0 + threadIdx.x, w.su_r,
+                     counts.head + fill - kept, R, kept);
+      }
+    }
+  }
   if (stage_in) {
     wait_copies<0>();
     __syncwarp();
@@ -781,13 +695,29 @@ __global__ void __launch_bounds__(ScanShape<KIND>::kThreads, ScanShape<KIND>::kM
     const auto multiply_state = [&](float (&c)[8][4], const uint32_t (&left)[K / 16][PARTS][4],
                                     uint32_t panels) {
       open_products();
-      multiply_rows<T, false>(c, left[0], stage, panels, KEY_STEP, 0, 0, lanes);
+      if constexpr (LOWRANK) {
+        multiply_columns<T, false>(c, W[0], stage, panels, KEY_STEP, 0, 0, lanes);
 #pragma unroll
-      for (int s = 1; s < K / 16; s++) {
-        multiply_rows<T>(c, left[s], stage, panels + (s >> 2) * kPanelBytes, KEY_STEP, s & 3, 0,
-                         lanes);
+        for (int s = 1; s < TILES / 2; s++) {
+          multiply_columns<T>(c, W[s], stage, panels, KEY_STEP, s, 0, lanes);
+        }
+      } else {
+        multiply_rows<T, false>(c, left[0], stage, panels, KEY_STEP, 0, 0, lanes);
+#pragma unroll
+        for (int s = 1; s < K / 16; s++) {
+          multiply_rows<T>(c, left[s], stage, panels + (s >> 2) * kPanelBytes, KEY_STEP, s & 3, 0,
+                           lanes);
+        }
       }
       close_products();
+    };
+    const auto pack_state = [&](uint32_t (&left)[K / 16][PARTS][4]) {
+      if constexpr (LOWRANK) {
+        settle(W);
+      } else {
+#pragma unroll
+        for (int s = 0; s < K / 16; s++) pack_left<T>(left[s], S.s[2 * s], S.s[2 * s + 1]);
+      }
     };
     float O[8][4], U[8][4];
     uint32_t X[4][PARTS][4];
@@ -795,8 +725,7 @@ __global__ void __launch_bounds__(ScanShape<KIND>::kThreads, ScanShape<KIND>::kM
     {
       float P[8][4];
       uint32_t left[K / 16][PARTS][4];
-#pragma unroll
-      for (int s = 0; s < K / 16; s++) pack_left<T>(left[s], S.s[2 * s], S.s[2 * s + 1]);
+      pack_state(left);
       multiply_state(P, left, 0);
       if (!LATE) multiply_state(O, left, Shared::kQueries);
       float values[4][2][2][2];
@@ -867,14 +796,13 @@ __global__ void __launch_bounds__(ScanShape<KIND>::kThreads, ScanShape<KIND>::kM
     if (LATE) {
       await_products<0>(U);
       uint32_t left[K / 16][PARTS][4];
-#pragma unroll
-      for (int s = 0; s < K / 16; s++) pack_left<T>(left[s], S.s[2 * s], S.s[2 * s + 1]);
+      pack_state(left);
       multiply_state(O, left, Shared::kQueries);
     }
     await_products<!LATE>(O);
     scale_outputs(O, o_first);
     if (!LATE) {
-      decay_state(LOWRANK ? 0.f : w_last);  // S has been packed, no product reads it
+      if (!LOWRANK) decay_state(w_last);  // S has been packed, no product reads it
       await_products<0>(U);
     }
     uint32_t left[4][PARTS][4];
@@ -952,9 +880,14 @@ __global__ void __launch_bounds__(ScanShape<KIND>::kThreads, ScanShape<KIND>::kM
         }
       }
     }
-    if (LATE) decay_state(LOWRANK ? 0.f : w_last);
-    update(U, u_scale, stage, vectors + 2 * kChunk, 4);
-    await_products<1>(O);
+    if constexpr (LOWRANK) {
+      if (c + 1 < chunks) set_window(U + (8 - TILES), vectors + 3 * kChunk - 8 * TILES, o_last);
+      await_products<0>(O);
+    } else {
+      if (LATE) decay_state(w_last);
+      update(U, u_scale, stage, vectors + 2 * kChunk);
+      await_products<1>(O);
+    }
     put_outputs(O, o_last);
     if (!HELPERS) {
       __syncwarp();
@@ -969,7 +902,7 @@ __global__ void __launch_bounds__(ScanShape<KIND>::kThreads, ScanShape<KIND>::kM
       }
     }
 
-    await_products<0>(S.s);
+    if (!LOWRANK) await_products<0>(S.s);
     if (!LOWRANK && a.edges > 0) {
       const int64_t end = done + kChunk;
       if (end <= length && end % a.C == 0 && end / a.C <= a.edges) {
