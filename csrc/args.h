@@ -115,6 +115,7 @@ struct ChunkArgs {
   Window window;  // chunk_lowrank only; read and write are null then
   float scale = 1.f;
   bool l2norm = false;
+  bool fast = false;  // operands of products may be rounded to the dtype of q, k, v
 };
 
 // Gradients of `chunk`. forward.read is the initial state, if any; forward.out and write are

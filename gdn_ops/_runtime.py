@@ -23,12 +23,14 @@ def backends() -> dict[str, dict[str, object]]:
 
 
 def set_precision(mode: str) -> None:
-    """Choose how products with a 16-bit state are formed, in this process.
+    """Choose how products are formed, in this process.
 
     Args:
-        mode: ``"exact"`` (the default, also ``GDN_PRECISION``): float32. ``"fast"``: in the dtype
-            the state is stored in, where the processor multiplies it directly; elsewhere the same
-            as exact. ``"auto"``: fast for the shapes where it was measured to be faster.
+        mode: ``"exact"`` (the default, also ``GDN_PRECISION``): from float32 operands. ``"fast"``:
+            where the processor multiplies them directly, from operands rounded once, to the dtype
+            that a 16-bit state is stored in or to the bfloat16 of the inputs of a chunk, with sums
+            in float32; elsewhere the same as exact. ``"auto"``: fast where it was measured to be
+            faster.
 
     Raises:
         RuntimeError: another mode.

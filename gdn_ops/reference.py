@@ -17,6 +17,7 @@ from torch import Tensor
 __all__ = [
     "chunk",
     "chunk_lowrank",
+    "chunk_magnitudes",
     "chunk_prefill",
     "conv1d",
     "conv_gating",
@@ -613,6 +614,50 @@ def chunk(
     return recurrent(
         q, k, v, g, beta, initial_state, None, None, cu_seqlens, None, scale, qk_l2norm, dtype=dtype
     )
+
+
+def chunk_magnitudes(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    scale: float | None = None,
+    qk_l2norm: bool = False,
+    *,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[Tensor, Tensor]:
+    """What the errors of products with rounded operands are relative to.
+
+    A row of the state is a sum of the row it started from and of one update for each token. Its
+    magnitude is the root of the sum of their squared norms, decayed with them: what the row would
+    measure if nothing cancelled. That of an output is its row's, times ``|scale| |q|``. Returns
+    ``(of o, of the rows of the state after each token)``, both ``[B, T, HV, V]``.
+    """
+    B, T, H, K = q.shape
+    HV, V = v.shape[2:]
+    scale = K**-0.5 if scale is None else scale
+    qd, kd, vd, gd, bd = (x.to(dtype) for x in (q, k, v, g, beta))
+    if qk_l2norm:
+        qd, kd = l2norm(qd), l2norm(kd)
+    qd, kd = (x.repeat_interleave(HV // H, dim=2)[..., None] for x in (qd, kd))
+    q_norm, k_norm = qd.norm(dim=3), kd.norm(dim=3)
+    decay = gd.exp()[..., None]
+    rows = torch.zeros(B, T, HV, V, dtype=dtype)
+    for n, (b, start, end) in enumerate(sequence_slices(B, T, cu_seqlens)):
+        S = torch.zeros(HV, V, K, dtype=dtype)
+        if initial_state is not None:
+            S = initial_state[n].to(dtype)
+        energy = S.square().sum(-1)
+        for t in range(start, end):
+            S = decay[b, t][..., None] * S
+            u = bd[b, t][:, None, None] * (vd[b, t][..., None] - S @ kd[b, t])
+            S = S + u * kd[b, t].mT
+            energy = decay[b, t].square() * energy + (u[..., 0] * k_norm[b, t]).square()
+            rows[b, t] = energy.sqrt()
+    return abs(scale) * q_norm * rows, rows
 
 
 def chunk_prefill(

@@ -20,6 +20,7 @@ from torch.library import opcheck
 
 import gdn_ops
 from gdn_ops import reference, windows
+from gdn_ops.bench._timing import rounded_error
 
 # f32 sums in another order than the oracle's, over chunks of up to 128 tokens.
 SLACK = 4.0
@@ -269,6 +270,201 @@ def test_stale_scratch_is_never_read():
                   chunk_size=128)  # fmt: skip
     got = gdn_ops.chunk(*args)
     assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
+
+
+# --- fast: products of bfloat16 inputs with operands rounded once
+
+
+@pytest.fixture
+def fast():
+    gdn_ops.set_precision("fast")
+    yield
+    gdn_ops.set_precision("exact")
+
+
+ROUNDS = torch.ops.gdn.cpu_isa() in ("amx", "avx512bf16")
+
+
+def check_rounded(args, initial=None, **kwargs):
+    """By the norms of what is summed, element by element, and as a whole in the 2-norm."""
+    o, final = gdn_ops.chunk(*args, initial, **kwargs)
+    expected = reference.chunk(*args, initial, **kwargs)
+    kwargs.pop("chunk_size", None)
+    of_o, of_rows = reference.chunk_magnitudes(*args, initial, **kwargs)
+    K = args[0].shape[3]
+    assert rounded_error(o, expected[0], of_o, K) <= 1
+    if kwargs.get("cu_seqlens") is None:
+        assert rounded_error(final, expected[1], of_rows[:, -1, ..., None], K) <= 1
+    for got, want in zip((o, final), expected, strict=True):
+        assert (got.double() - want).norm() <= 2**-8 * want.norm()
+    return o, final
+
+
+@pytest.mark.parametrize(
+    "K, V", [(1, 16), (8, 8), (15, 33), (16, 16), (31, 64), (40, 72), (64, 31), (80, 80), (100, 81),
+             (128, 128), (130, 1), (256, 64), (512, 40)]
+)  # fmt: skip
+def test_fast_head_dims(fast, K, V):
+    for l2norm in (False, True):
+        args = make_qkv(2, 70, 1, 2, K, V, dtype=torch.bfloat16)
+        S = state(2, 2, V, K)
+        o, _ = check_rounded(args, S, qk_l2norm=l2norm)
+        check_rounded(args, qk_l2norm=l2norm)
+        gdn_ops.set_precision("exact")
+        assert torch.equal(gdn_ops.chunk(*args, S, None, None, l2norm)[0], o) <= (not ROUNDS)
+        gdn_ops.set_precision("fast")
+
+
+@pytest.mark.parametrize("chunk_size", [16, 17, 33, 50, 64, 96, 128])
+def test_fast_lengths(fast, chunk_size):
+    for T in (1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 97, 128, 130, 200):
+        args = make_qkv(1, T, 1, 3, 40, 72, dtype=torch.bfloat16, seed=T)
+        check_rounded(args, state(1, 3, 72, 40), chunk_size=chunk_size, qk_l2norm=T % 2 == 0)
+
+
+@pytest.mark.parametrize("kind", EXTREMES)
+def test_fast_extreme_gates(fast, kind):
+    q, k, v, _, beta = make_qkv(1, 130, 1, 2, 64, 48, dtype=torch.bfloat16)
+    args = (q, k, v, extreme(kind), beta)
+    o, final = check_rounded(args, state(1, 2, 48, 64))
+    assert torch.isfinite(o).all() and torch.isfinite(final).all()
+    if kind == "all -inf":
+        infinite = torch.full((1, 2, 48, 64), math.inf)
+        again = gdn_ops.chunk(*args, infinite)
+        assert torch.equal(again[0], o) and torch.equal(again[1], final)
+
+
+def test_fast_keys_that_are_not_unit_length(fast):
+    q, k, v, g, beta = make_qkv(1, 100, 1, 2, 64, 32, dtype=torch.bfloat16)
+    check_rounded((q, (2.5 * k).bfloat16(), v, g, 0.3 * beta), state(1, 2, 32, 64))
+
+
+def test_fast_long_run_that_forgets_nothing(fast):
+    """Each chunk adds its roundings to a state that keeps them."""
+    q, k, v, g, beta = make_qkv(1, 1000, 1, 2, 64, 64, dtype=torch.bfloat16)
+    check_rounded((q, k, v, 0 * g, beta), state(1, 2, 64, 64))
+
+
+def test_fast_a_later_token_changes_no_earlier_output(fast):
+    for value in (math.nan, math.inf):
+        for at in (1, 5, 8, 16, 31, 32, 50, 70, 99):
+            args = make_qkv(1, 130, 1, 2, 40, 72, dtype=torch.bfloat16)
+            expected, _ = gdn_ops.chunk(*args)
+            for x in args:
+                x[:, at] = value
+            assert torch.equal(gdn_ops.chunk(*args)[0][:, :at], expected[:, :at])
+
+
+def test_fast_strided_views_equal_contiguous(fast):
+    q, k, v, g, beta = make_qkv(2, 70, 2, 4, 24, 20, dtype=torch.bfloat16)
+    qt, kt, vt = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
+    odd = torch.stack([v, torch.full_like(v, 9.0)], -1)[..., 0]
+    keys = torch.stack([k, torch.full_like(k, 9.0)], -1)[..., 0]
+    S = state(2, 4, 20, 24)
+    expected = gdn_ops.chunk(q, k, v, g, beta, S)
+    for x in ((qt, kt, vt, g, beta, S), (q, keys, odd, g, beta, S)):
+        assert all(torch.equal(a, b) for a, b in zip(gdn_ops.chunk(*x), expected, strict=True))
+
+
+@pytest.mark.parametrize("parts", [[130], [129, 1], [1, 129], [64, 66], [65, 65], [10] * 13])
+def test_fast_split_anywhere(fast, parts):
+    """Pieces round at other places; each is as far from the oracle as the whole may be."""
+    args = make_qkv(1, 130, 1, 2, 64, 64, dtype=torch.bfloat16)
+    of_o, of_rows = reference.chunk_magnitudes(*args)
+    expected, final = reference.chunk(*args)
+    S, outs, pool = None, [], torch.zeros(1, 2, 64, 64)
+    for t, n in zip(itertools.accumulate([0, *parts[:-1]]), parts, strict=True):
+        part = [x[:, t : t + n] for x in args]
+        o, S = gdn_ops.chunk(*part, S)
+        outs.append(o)
+        assert torch.equal(gdn_ops.chunk_prefill(*part, pool), o) and torch.equal(pool, S)
+    assert rounded_error(torch.cat(outs, 1), expected, of_o, 64) <= 1
+    assert rounded_error(S, final, of_rows[:, -1, ..., None], 64) <= 1
+
+
+def test_fast_threads_neighbours_and_places_change_no_bit(fast):
+    args = make_qkv(8, 100, 2, 6, 40, 56, dtype=torch.bfloat16)
+    S = state(8, 6, 56, 40)
+    threads, results = torch.get_num_threads(), []
+    try:
+        for n in (1, 2, 3, 4, 7, 64):
+            torch.set_num_threads(n)
+            results.append(gdn_ops.chunk(*args, S))
+    finally:
+        torch.set_num_threads(threads)
+    for o, final in results[1:]:
+        assert torch.equal(o, results[0][0]) and torch.equal(final, results[0][1])
+    lengths = [0, 3, 64, 1, 32]
+    packed = [x[:1] for x in args]
+    o, final = gdn_ops.chunk(*packed, S[:5], offsets(lengths))
+    for n, (start, end) in enumerate(itertools.pairwise(offsets(lengths).tolist())):
+        o_n, final_n = gdn_ops.chunk(*(x[:, start:end] for x in packed), S[n : n + 1])
+        assert torch.equal(o[:, start:end], o_n) and torch.equal(final[n], final_n[0])
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dtype", ACTIVATIONS)
+def test_fast_prefill_rows(fast, dtype, transposed):
+    """Rows of a pool, edges, fresh and padding ones, as `chunk` computes them; others untouched."""
+    lengths = [70, 64, 0, 3, 20]
+    cu = offsets(lengths)
+    args = make_qkv(1, sum(lengths), 2, 4, 40, 24, dtype=torch.bfloat16)
+    pool = make_pool(12, 4, 24, 40, dtype=dtype, transposed=transposed)
+    pool[4] = math.nan  # read by nobody
+    pool[8] = math.nan
+    read = torch.tensor([1, 1, 3, 4, -1])
+    write = torch.tensor([2, 6, 7, 8, 9])
+    has = torch.tensor([True, True, True, False, True])
+    edges = torch.tensor([[10, 0], [11, -1], [-1, -1], [0, -1], [0, 0]])
+    before = clone_pool(pool)
+    o = gdn_ops.chunk_prefill(*args, pool, read, write, has, cu, edges)
+    start = torch.zeros(5, 4, 24, 40)
+    start[:3] = before[read[:3]].float()
+    expected, final = gdn_ops.chunk(*args, start, cu)
+    _, edge = gdn_ops.chunk(*(x[:, :64] for x in args), start[:1])
+    assert torch.equal(o[:, :137], expected[:, :137])
+    assert torch.equal(o[:, 137:], torch.zeros_like(o[:, 137:]))
+    assert torch.equal(pool[[2, 6, 7, 8]], final[:4].to(dtype))
+    assert torch.equal(pool[10], edge[0].to(dtype)) and torch.equal(pool[11], pool[6])
+    others = [0, 1, 3, 5, 9]
+    assert torch.equal(pool[others], before[others])
+
+
+@pytest.mark.parametrize("R", [4, 16, 64])
+def test_fast_lowrank(fast, R):
+    args = make_qkv(2, 130, 1, 2, 64, 40, dtype=torch.bfloat16)
+    win = windows.allocate(2, 1, 2, 64, 40, R)
+    want = reference.chunk_lowrank(*args, *win)
+    of_o, of_rows = reference.chunk_magnitudes(*args)
+    o = gdn_ops.chunk_lowrank(*args, *win)
+    assert rounded_error(o, want[0], of_o, 64) <= 1
+    assert rounded_error(win.u, want[2], of_rows[:, -R:].transpose(1, 2), 64) <= 1
+    part = [x[:, :R] for x in args]
+    win = windows.allocate(2, 1, 2, 64, 40, R)
+    assert torch.equal(gdn_ops.chunk_lowrank(*part, *win), gdn_ops.chunk(*part)[0])
+
+
+@pytest.mark.parametrize("act", [torch.float32, torch.float16])
+def test_fast_rounds_bfloat16_only(fast, act):
+    """A bfloat16 operand would lose what float16 and float32 inputs carry."""
+    args = make_qkv(2, 100, 2, 4, 64, 40, dtype=act)
+    got = gdn_ops.chunk(*args)
+    gdn_ops.set_precision("exact")
+    assert all(torch.equal(a, b) for a, b in zip(got, gdn_ops.chunk(*args), strict=True))
+
+
+def test_auto_is_fast_and_gradients_stay_exact(fast):
+    args = make_qkv(2, 100, 2, 4, 64, 40, dtype=torch.bfloat16)
+    results, gradients = {}, {}
+    for mode in ("exact", "fast", "auto"):
+        gdn_ops.set_precision(mode)
+        results[mode] = gdn_ops.chunk(*args)[0]
+        gradients[mode] = chunk_gradients(gdn_ops, args, None, None, results["exact"], None)
+    assert torch.equal(results["auto"], results["fast"])
+    assert torch.equal(results["exact"], results["fast"]) == (not ROUNDS)
+    for mode in ("fast", "auto"):
+        for a, b in zip(gradients[mode], gradients["exact"], strict=True):
+            assert torch.equal(a, b)
 
 
 # --- chunk_prefill

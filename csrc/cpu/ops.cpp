@@ -29,8 +29,10 @@ Tensor fresh(at::IntArrayRef sizes, at::ScalarType dtype) {
 }
 Tensor fresh(at::IntArrayRef sizes, const Tensor& like) { return fresh(sizes, like.scalar_type()); }
 
-// Nowhere were 16-bit products measured to pay (docs/cpu.md), so `auto` is exact.
+// Products of a 16-bit state were nowhere measured to pay (docs/cpu.md), so `auto` is exact.
 bool fast_products() { return precision() == Precision::fast; }
+// Those of a chunk always did (docs/chunk.md).
+bool fast_chunks() { return precision() != Precision::exact; }
 
 Tensor run_recurrent(const char* op, const Tensor& q, const Tensor& k, const Tensor& v,
                      const GateTensors& gates, Tensor& state, const SeqTensors& seq,
@@ -314,6 +316,7 @@ std::tuple<Tensor, Tensor> chunk(const Tensor& q, const Tensor& k, const Tensor&
   Tensor final_state = fresh({a.seqs.N, a.HV, a.V, a.K}, at::kFloat);
   a.out = view_of(out, a.V);
   a.write = states_of(final_state);
+  a.fast = fast_chunks();
   kernels().chunk(a, threads());
   return {out, final_state};
 }
@@ -361,6 +364,7 @@ Tensor chunk_prefill(const Tensor& q, const Tensor& k, const Tensor& v, const Te
   check_chunk_values("chunk_prefill", a);
   Tensor out = fresh(v.sizes(), v);
   a.out = view_of(out, a.V);
+  a.fast = fast_chunks();
   kernels().chunk(a, threads());
   return out;
 }
@@ -379,6 +383,7 @@ Tensor chunk_lowrank(const Tensor& q, const Tensor& k, const Tensor& v, const Te
   check_values("chunk_lowrank", a.seqs);
   Tensor out = fresh(v.sizes(), v);
   a.out = view_of(out, a.V);
+  a.fast = fast_chunks();
   kernels().chunk_lowrank(a, threads());
   return out;
 }

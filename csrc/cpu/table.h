@@ -16,9 +16,9 @@
 
 namespace gdn::cpu {
 
-// gdn_ops.set_precision: exact = all state arithmetic in f32; fast = products in the 16-bit dtype
-// the state is stored in, where the processor has them; automatic = fast where it was measured to
-// pay.
+// gdn_ops.set_precision: exact = products of f32 operands; fast = operands rounded once, to the
+// 16-bit dtype a state is stored in or to the bf16 of a chunk's inputs, where the processor has
+// such products; automatic = fast where it was measured to pay.
 enum class Precision { exact, fast, automatic };
 
 struct Kernels {

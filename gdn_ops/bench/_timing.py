@@ -93,6 +93,21 @@ def machine() -> dict[str, Any]:
     }
 
 
+def in_mode(mode: str, call: Callable) -> Callable:
+    """``call`` under ``set_precision(mode)``, which costs less than a microsecond."""
+    get, put = torch.ops.gdn.get_precision.default, torch.ops.gdn.set_precision.default
+
+    def run(*args):
+        before = get()
+        put(mode)
+        try:
+            return call(*args)
+        finally:
+            put(before)
+
+    return run
+
+
 def keep_freed_memory() -> None:
     """Tell glibc to keep freed blocks: peers that return fresh tensors then pay no page faults."""
     if platform.libc_ver()[0] == "glibc":
@@ -222,6 +237,24 @@ def scaled_error(actual: Tensor, expected: Tensor, rtol: float, atol: float) -> 
     rms = float(expected.square().mean().sqrt()) or 1.0
     excess = (actual.double() - expected).abs() / (rtol * expected.abs() + atol * rms)
     worst = float(excess.max())
+    return worst if worst == worst else float("inf")
+
+
+def rounded_error(actual: Tensor, expected: Tensor, magnitude: Tensor, K: int) -> float:
+    """Largest error of products with operands rounded once to bfloat16, over its limit.
+
+    Beside the rounding of what is stored, ``2**-6 / sqrt(K)`` of ``reference.chunk_magnitudes``: an
+    operand is off by up to ``2**-8``, 0.4 of that in the mean square, and a sum over K of them by
+    that over ``sqrt(K)`` of its terms' norm; the worst of a hundred thousand is seven times the
+    mean. NaN counts as infinite.
+    """
+    if not expected.numel():
+        return 0.0
+    stored = 0.0 if actual.dtype == torch.float32 else torch.finfo(actual.dtype).eps / 2
+    limit = stored * expected.abs() + 2**-6 * K**-0.5 * magnitude
+    difference = (actual.double() - expected).abs()
+    # Where nothing was ever added there is nothing to be off by.
+    worst = float((difference / limit.clamp(min=1e-300)).max())
     return worst if worst == worst else float("inf")
 
 

@@ -20,6 +20,7 @@ from gdn_ops.bench._timing import (
     Candidate,
     Options,
     buffers,
+    in_mode,
     keep_freed_memory,
     measure,
     scaled_error,
@@ -120,22 +121,9 @@ def ours(inputs: Inputs, pools: list[Tensor], layout: str) -> Candidate:
 
 def ours_fast(inputs: Inputs, pools: list[Tensor]) -> Candidate:
     """The same call under ``set_precision("fast")``, held to four times the tolerance."""
-    mode, set_mode = torch.ops.gdn.get_precision.default, torch.ops.gdn.set_precision.default
     exact = ours(inputs, pools, "VK")
-
-    def under_fast(what: Callable) -> Callable:
-        def run(*args):
-            before = mode()
-            set_mode("fast")
-            try:
-                return what(*args)
-            finally:
-                set_mode(before)
-
-        return run
-
-    check = under_fast(exact.check)
-    return Candidate("gdn_ops fast", under_fast(exact.call), lambda: check() / 4)
+    check = in_mode("fast", exact.check)
+    return Candidate("gdn_ops fast", in_mode("fast", exact.call), lambda: check() / 4)
 
 
 def einsum_step(

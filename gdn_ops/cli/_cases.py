@@ -1,8 +1,9 @@
 """Random calls of every op beside their float64 oracle, for ``gdn-ops verify``.
 
 A case builds its inputs, calls the op, and yields ``(what, got, expected)`` for each tensor the op
-returns or writes. Inputs look like a trained model's (unit-length keys, g < 0, 0 < beta < 1),
-include a padding row and a row that starts fresh, and pools have rows that no sequence names.
+returns or writes, and the magnitude of what was summed where products may be rounded. Inputs look
+like a trained model's (unit-length keys, g < 0, 0 < beta < 1), include a padding row and a row that
+starts fresh, and pools have rows that no sequence names.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from gdn_ops import reference, windows
 WINDOW = 4  # entries: few, so that a short run folds
 TOKENS = 70  # of the chunked ops: one whole chunk and a part
 FOLD = ", folding"
-Compared = Iterator[tuple[str, Tensor, Tensor]]
+# What, got, expected; of products that a mode may round, also their magnitude.
+Compared = Iterator[tuple[str, Tensor, Tensor] | tuple[str, Tensor, Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -242,25 +244,36 @@ def decode_lowrank(s: Setting) -> Compared:
 def chunk(s: Setting) -> Compared:
     x = Inputs(s, TOKENS)
     args = (x.q, x.k, x.v, x.g, x.beta, x.state[: s.N].float())
-    yield from zip(
-        ("output", "final state"), gdn_ops.chunk(*args), reference.chunk(*args), strict=True
-    )
+    of_o, of_rows = reference.chunk_magnitudes(*args)
+    o, final = gdn_ops.chunk(*args)
+    want, want_final = reference.chunk(*args)
+    yield "output", o, want, of_o
+    yield "final state", final, want_final, of_rows[:, -1, ..., None]
 
 
 def chunk_prefill(s: Setting) -> Compared:
     x = Inputs(s, TOKENS)
     args = (x.q, x.k, x.v, x.g, x.beta, x.state, x.rows, x.rows, x.has_initial_state)
     want, want_state = reference.chunk_prefill(*args)
-    yield "output", gdn_ops.chunk_prefill(*args), want
-    yield "state", x.state, want_state
+    start = x.state[x.rows.clamp(min=0).long()] * x.has_initial_state[:, None, None, None]
+    of_o, of_rows = reference.chunk_magnitudes(*args[:5], start)
+    live = x.rows >= 0
+    of_state = torch.zeros(x.state.shape, dtype=torch.float64)
+    of_state[x.rows[live].long()] = of_rows[live, -1, ..., None].expand(-1, -1, -1, s.K)
+    yield "output", gdn_ops.chunk_prefill(*args), want, of_o * live[:, None, None, None]
+    yield "state", x.state, want_state, of_state
 
 
 def chunk_lowrank(s: Setting) -> Compared:
     x, window = Inputs(s, TOKENS), _window(s)
     args = (x.q, x.k, x.v, x.g, x.beta, *window, x.rows)
     want = reference.chunk_lowrank(*args)
-    yield "output", gdn_ops.chunk_lowrank(*args), want[0]
-    yield "window", window.u, want[2]
+    of_o, of_rows = reference.chunk_magnitudes(*args[:5])
+    live = x.rows >= 0
+    of_window = torch.zeros(window.u.shape, dtype=torch.float64)
+    of_window[x.rows[live].long()] = of_rows[live, -WINDOW:].transpose(1, 2)
+    yield "output", gdn_ops.chunk_lowrank(*args), want[0], of_o * live[:, None, None, None]
+    yield "window", window.u, want[2], of_window
 
 
 CASES: dict[str, tuple[Callable[[Setting], Compared], ...]] = {
@@ -283,7 +296,9 @@ CASES: dict[str, tuple[Callable[[Setting], Compared], ...]] = {
     "chunk_prefill": (chunk_prefill,),
     "chunk_lowrank": (chunk_lowrank,),
 }
-# Ops that keep no recurrent state: its dtype and the precision mode do not touch them.
+# Ops whose products with bfloat16 inputs a mode other than exact may round.
+ROUNDED = {"chunk", "chunk_prefill", "chunk_lowrank"}
+# Ops that keep no recurrent state: its dtype does not touch them.
 STATELESS = {
     "gating", "short_conv", "conv1d", "conv_gating", "gated_rms_norm", "linear",
     "recurrent_lowrank", "decode_lowrank", "chunk", "chunk_lowrank",

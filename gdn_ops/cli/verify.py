@@ -2,8 +2,9 @@
 
 Each tensor that an op returns or writes is one comparison; a row shows the worst over the shapes:
 the largest absolute error, the relative error in the 2-norm, and the largest error over its
-tolerance (above 1.0 fails, and the status is 1). Calls include a padding row, a fresh row, and pool
-rows that no sequence names.
+tolerance (above 1.0 fails, and the status is 1). Where a mode rounds the operands of products, an
+error is measured by the norms of what is summed (``reference.chunk_magnitudes``). Calls include a
+padding row, a fresh row, and pool rows that no sequence names.
 
 ``--lowrank`` compares nothing with a tolerance: it says what windows of R = 8, 16, 32, 64 entries
 would cost a model, as the relative error of each Gated DeltaNet layer's output on the activations
@@ -79,23 +80,25 @@ def compare(got: Tensor, want: Tensor, rtol: float, atol: float) -> dict[str, fl
 
 def _settings(args: argparse.Namespace, op: str):
     """``(activation, state, modes)`` of the rows of one op."""
-    from gdn_ops.cli._cases import STATELESS
+    from gdn_ops.cli._cases import ROUNDED, STATELESS
 
     modes = args.precision.split(",") if args.precision else None
     for mode in modes or ():
         if mode not in MODES:
             raise UsageError(f"--precision: expected some of {', '.join(MODES)}, got {mode!r}")
     for activation in _dtypes(args.dtype, "dtype"):
+        rounded = op in ROUNDED and activation == "bf16"
         if op in STATELESS:
-            yield activation, None, ("exact",)
+            yield activation, None, modes or MODES if rounded else ("exact",)
             continue
         for state in _dtypes(args.state, "state"):
-            yield activation, state, modes or (("exact",) if state == "f32" else MODES)
+            one = state == "f32" and not rounded
+            yield activation, state, modes or (("exact",) if one else MODES)
 
 
 def _row(op: str, activation: str, state: str | None, mode: str, seed: int) -> list[dict]:
     import gdn_ops
-    from gdn_ops.bench._timing import DTYPES, TOLERANCE
+    from gdn_ops.bench._timing import DTYPES, TOLERANCE, rounded_error
     from gdn_ops.cli._cases import CASES, FOLD, Setting
 
     worst: dict[str, dict] = {}
@@ -106,7 +109,7 @@ def _row(op: str, activation: str, state: str | None, mode: str, seed: int) -> l
             state_dtype = DTYPES[state or "f32"]
             setting = Setting(H, HV, K, V, DTYPES[activation], state_dtype, seed)
             for case in CASES[op]:
-                for what, got, want in case(setting):
+                for what, got, want, *magnitude in case(setting):
                     rtol, atol = TOLERANCE[got.dtype]
                     if what.endswith(FOLD):
                         # A sum over K of rounded elements: the worst of thousands is 4 sigma.
@@ -120,6 +123,8 @@ def _row(op: str, activation: str, state: str | None, mode: str, seed: int) -> l
                         factor = FAST_FACTOR
                         rtol, atol = map(max, (rtol, atol), TOLERANCE[state_dtype])
                     errors = compare(got, want, factor * rtol, factor * atol)
+                    if mode != "exact" and activation == "bf16" and magnitude:
+                        errors["of_tolerance"] = rounded_error(got, want, *magnitude, K)
                     kept = worst.setdefault(what, errors)
                     worst[what] = {k: max(kept[k], errors[k]) for k in errors}
     finally:

@@ -14,7 +14,11 @@
 // 16-bit inputs go through AMX tiles where there are some (tiles.h): the products of keys, queries
 // and state. An f32 operand goes in as bf16 parts (three where the state depends on it, two where
 // only an output does); the state itself stays f32 and each chunk's sum is added to it in f32. The
-// triangles are f32 everywhere: half of each is zeros, which tiles would multiply six times over.
+// triangles are f32 then: half of each is zeros, which tiles would multiply six times over.
+//
+// With `fast`, bf16 inputs go through products whose operands are rounded once to bf16, in tiles or
+// in dot products of pairs: k, q and, but for their blocks on the diagonal, the triangles too. The
+// state is still f32 and added to in f32.
 //
 // Decays are products of exp(g), never quotients or exponentials of differences of totals. A decay
 // of exactly zero cuts the chunk for that head: nothing older is multiplied by anything.
@@ -31,6 +35,19 @@ constexpr int kStrip = kTileVectors * kLanes;
 constexpr int64_t kTaskState = 1 << 18;
 constexpr int64_t kMaxGroup = 64;  // value heads of a task, however small they are
 
+// How the products of a chunk are formed: from f32 operands; from operands split into bf16 parts,
+// which lose nothing; from operands rounded once to bf16.
+enum class Form { f32, split, rounded };
+template <class T>
+constexpr Form kExactForm = kTiled<T> ? Form::split : Form::f32;
+#if GDN_SIMD_AVX512BF16
+template <class T>
+constexpr bool kRounds = std::is_same_v<T, bf16_t>;
+#else
+template <class T>
+constexpr bool kRounds = false;
+#endif
+
 GDN_INLINE int64_t strips(int64_t n) { return (n + kStrip - 1) / kStrip; }
 
 // acc[r] += sum_p A[r][p] * B[p], B in rows of `ldb` floats.
@@ -46,6 +63,24 @@ GDN_INLINE void tile_product(F (&acc)[R][kTileVectors], const float* A, int64_t 
     });
   }
 }
+
+#if GDN_SIMD_AVX512BF16
+// The same for operands of bf16, B in rows of pairs; an odd depth counts as the next even one.
+template <int R>
+GDN_INLINE void tile_product(F (&acc)[R][kTileVectors], const bf16_t* A, int64_t lda,
+                             const uint32_t* B, int64_t ldb, int64_t depth) {
+  for (int64_t p = 0; p < depth; p += 2, B += ldb) {
+    __m512bh b[kTileVectors];
+    unrolled<kTileVectors>(GDN_EACH(c) { b[c] = (__m512bh)_mm512_loadu_si512(B + c * kLanes); });
+    unrolled<R>(GDN_EACH(r) {
+      int32_t pair;
+      __builtin_memcpy(&pair, A + r * lda + p, sizeof pair);
+      const __m512bh x = (__m512bh)_mm512_set1_epi32(pair);
+      unrolled<kTileVectors>(GDN_EACH(c) { acc[r][c] = _mm512_dpbf16_ps(acc[r][c], x, b[c]); });
+    });
+  }
+}
+#endif
 
 // A smaller tile for what kTileRows leaves over: 64 = 10 * 6 + 4, 128 = 20 * 6 + 2 * 4.
 constexpr int kSmallTile = 4;
@@ -90,49 +125,66 @@ struct ScratchCursor {
   }
 };
 
-// Operands of a chunk for the tiles.
-struct ChunkTiles {
-#if GDN_SIMD_AMX
+// Operands of a chunk in bf16; none with Form::f32.
+struct ChunkOperands {
+#if GDN_SIMD_AVX512BF16
   TileRows k, q, kt;  // [C][K], [C][K], [K][C], sides padded to whole tiles
   TilePairs k_pairs;  // transposed k
   float *rk, *rq;     // [C]: 1 / norm, or 1
   TilePairs S, du;    // of the strip at hand: [K / 2][kStrip], [C / 2][kStrip]
-  float* update;      // [2 kTileRow][kStrip]
+  float* block;       // [2 kTileRow][kStrip]: a product, on its way from tiles to registers
+  // Form::rounded only: A and M of the head, u of the strip, and their products for the block of
+  // rows at hand.
+  TileRows A, M;   // [C][ld_c]
+  TilePairs u;     // [C / 2][kStrip]
+  float *Au, *Mu;  // [kTileRow][kStrip]
 
-  void carve(ScratchCursor& cursor, int64_t C, int64_t K, int parts) {
-    const int64_t Cp = whole_depth(C), Kp = whole_depth(K);
-    auto rows = [&](int64_t n, int64_t width, int count) {
-      TileRows x{{}, width, count};
-      for (auto& part : x.part) part = reinterpret_cast<bf16_t*>(cursor.take(n * width / 2));
+  void carve(ScratchCursor& cursor, Form form, int64_t C, int64_t K, int64_t ld_c, DType dtype) {
+    if (form == Form::f32) return;
+    const int left = dtype == DType::bf16 ? 1 : 2, right = form == Form::rounded ? 1 : kParts;
+    const int64_t Cp = whole_depth(C), Kp = whole_depth(K), spare = kTileRows;
+    auto rows = [&](int64_t n, int64_t width, int parts) {
+      TileRows x{{}, width, parts};
+      for (int i = 0; i < parts; ++i) {
+        x.part[i] = reinterpret_cast<bf16_t*>(cursor.take(n * width / 2));
+      }
       return x;
     };
-    auto pairs = [&](int64_t n, int64_t width, int count) {
-      TilePairs x{{}, width, count};
-      for (auto& part : x.part) part = reinterpret_cast<uint32_t*>(cursor.take(n / 2 * width));
+    auto pairs = [&](int64_t n, int64_t width, int parts) {
+      TilePairs x{{}, width, parts};
+      for (int i = 0; i < parts; ++i) {
+        x.part[i] = reinterpret_cast<uint32_t*>(cursor.take(n / 2 * width));
+      }
       return x;
     };
-    k = rows(Cp, Kp, parts);
-    q = rows(Cp, Kp, parts);
-    kt = rows(Kp, Cp, parts);
-    k_pairs = pairs(Kp, Cp, parts);
+    k = rows(Cp + spare, Kp, left);
+    q = rows(Cp + spare, Kp, left);
+    kt = rows(Kp, Cp, left);
+    k_pairs = pairs(Kp, Cp, left);
     rk = cursor.take(Cp);
     rq = cursor.take(Cp);
-    S = pairs(Kp, kStrip, kParts);
-    du = pairs(Cp, kStrip, kParts);
-    update = cursor.take(2 * kTileRow * kStrip);
+    S = pairs(Kp, kStrip, right);
+    du = pairs(Cp, kStrip, right);
+    block = cursor.take(2 * kTileRow * kStrip);
+    if (form != Form::rounded) return;
+    A = rows(Cp, ld_c, 1);
+    M = rows(Cp, ld_c, 1);
+    u = pairs(Cp, kStrip, 1);
+    Au = cursor.take(kTileRow * kStrip);
+    Mu = cursor.take(kTileRow * kStrip);
   }
 #else
-  void carve(ScratchCursor&, int64_t, int64_t, int) {}
+  void carve(ScratchCursor&, Form, int64_t, int64_t, int64_t, DType) {}
 #endif
 };
 
 // What the value heads of one key head share in a chunk. All buffers belong to the task's thread.
 struct ChunkKeys {
-  float *k, *q;    // [n][ld_k], as the recurrence uses them; not where tiles hold them
+  float *k, *q;    // [n][ld_k], as the recurrence uses them; Form::f32 only
   float* kt;       // [K][ld_t], transposed k, zero from column n on; likewise
   float *kk, *qk;  // [n][ld_c], lower triangles
   int64_t ld_k, ld_t, ld_c;
-  ChunkTiles tiles;
+  ChunkOperands operands;
 };
 
 // Per value head and segment.
@@ -219,16 +271,17 @@ static void update_strip(const ChunkKeys& s, const float* du, int64_t first, int
 }
 
 // Solves (1 - A) u = x for the n rows of a strip, A strictly lower triangular: start(i, rows, acc)
-// sets rows of x, done(i, rows, acc) has those of u, which are stored by then.
+// sets rows of x plus what the first rows of u add to them, and returns how many; done(i, rows,
+// acc) has those of u, which are stored by then.
 template <class Start, class Done>
 GDN_INLINE void substitute(const float* A, int64_t ld, int64_t n, float* u, Start start,
                            Done done) {
   for_tiles(n, [&](int64_t i, auto rows, int valid) {
     constexpr int R = decltype(rows)::value;
     F acc[R][kTileVectors];
-    start(i, valid, acc);
+    const int64_t added = start(i, valid, acc);
     const float* a = A + i * ld;
-    tile_product<R>(acc, a, ld, u, kStrip, i);
+    tile_product<R>(acc, a + added, ld, u + added * kStrip, kStrip, i - added);
     unrolled<R>(GDN_EACH(r) {
       unrolled<r>(GDN_EACH(m) {
         const F f = broadcast(a[r * ld + i + m]);
@@ -242,8 +295,9 @@ GDN_INLINE void substitute(const float* A, int64_t ld, int64_t n, float* u, Star
   });
 }
 
-// The products of a chunk with its keys, its queries and the state of a strip.
-template <class T, bool tiled = kTiled<T>>
+// The products of a chunk with its keys, its queries, the state of a strip and what is below the
+// diagonal.
+template <class T, Form form>
 struct ChunkProducts {
   // Keys and queries of tokens [t0, t0 + n), k k^T and q k^T.
   static void load_keys(const ChunkArgs& x, int64_t b, int64_t t0, int64_t n, int64_t hk,
@@ -270,7 +324,24 @@ struct ChunkProducts {
       h.wq[i] = scale * h.w[i];
     }
   }
+  // Row i of the triangles, from column j.
+  static void keep_row(const ChunkKeys&, int64_t, int64_t, F, F) {}
+  static void end_row(const ChunkKeys&, int64_t) {}
   static void old_state(const ChunkKeys&, const ChunkHead&, int64_t, int64_t, const float*) {}
+  // acc = rows from i on of the products of the old state with the chunk's keys or queries.
+  template <int R>
+  GDN_INLINE void state_rows(const ChunkKeys& s, const ChunkHead&, bool keys, int64_t i, int64_t K,
+                             const float* S, F (&acc)[R][kTileVectors]) {
+    unrolled<R>(GDN_EACH(r) { unrolled<kTileVectors>(GDN_EACH(c) { acc[r][c] = zero(); }); });
+    tile_product<R>(acc, (keys ? s.k : s.q) + i * s.ld_k, s.ld_k, S, kStrip, K);
+  }
+  // Adds to rows from i on of A u, or M u, what the first rows of u give, and returns how many.
+  template <int R>
+  GDN_INLINE int64_t earlier_rows(const ChunkKeys&, bool, int64_t, F (&)[R][kTileVectors]) {
+    return 0;
+  }
+  template <int R>
+  GDN_INLINE void keep_u(const ChunkKeys&, int64_t, const F (&)[R][kTileVectors]) {}
   // S^T strip = w S^T + kt[:, first .. first + n) du.
   static void update(const ChunkKeys& s, const ChunkHead& h, const float*, int64_t first, int64_t n,
                      int64_t K, float w, float* S, bool S_is_zero) {
@@ -278,14 +349,30 @@ struct ChunkProducts {
   }
 };
 
-#if GDN_SIMD_AMX
+#if GDN_SIMD_AVX512BF16
 static_assert(kStrip == kTileColumns, "a strip is a block of two tiles");
 
-template <class T>
-struct ChunkProducts<T, true> {
+#if !GDN_SIMD_AMX
+// C = A B for n rows, and up to the next whole tile.
+static void tile_rows(const TileRows& A, const TilePairs& B, int64_t n, int64_t depth, int,
+                      float* C, int64_t ld_c) {
+  for_tiles(n, [&](int64_t i, auto rows, int) {
+    constexpr int R = decltype(rows)::value;
+    F acc[R][kTileVectors];
+    unrolled<R>(GDN_EACH(r) { unrolled<kTileVectors>(GDN_EACH(c) { acc[r][c] = zero(); }); });
+    tile_product<R>(acc, A.part[0] + i * A.ld, A.ld, B.part[0], B.ld, depth);
+    unrolled<R>(GDN_EACH(r) {
+      unrolled<kTileVectors>(GDN_EACH(c) { store(C + (i + r) * ld_c + c * kLanes, acc[r][c]); });
+    });
+  });
+}
+#endif
+
+template <class T, Form form>
+struct ChunkOperandProducts {
   static void load_keys(const ChunkArgs& x, int64_t b, int64_t t0, int64_t n, int64_t hk,
                         const ChunkKeys& s) {
-    const ChunkTiles& m = s.tiles;
+    const ChunkOperands& m = s.operands;
     const int64_t depth = whole_depth(n), Kp = m.k.ld;
     // Lengths are factors of rows and columns, so that the operands stay as they came.
     auto load_rows = [&](const View& view, const TileRows& to, float* r) {
@@ -337,24 +424,92 @@ struct ChunkProducts<T, true> {
   }
   static void factors(const ChunkKeys& s, const ChunkHead& h, int64_t first, int64_t n,
                       float scale) {
-    const ChunkTiles& m = s.tiles;
+    const ChunkOperands& m = s.operands;
     for (int64_t i = 0; i < n; ++i) {
       h.wk[i] = h.w[i] * m.rk[first + i];
       h.wq[i] = scale * h.w[i] * m.rq[first + i];
       h.D[i] *= m.rk[first + i];
     }
   }
+  static void keep_row(const ChunkKeys& s, int64_t i, int64_t j, F A, F M) {
+    if (form != Form::rounded) return;
+#if GDN_SIMD_AMX
+    // Tiles take what lies before the block of rows that i is in; the rest of a tile is zero.
+    if (j + kTileRow > i) A = M = zero();
+#endif
+    store(s.operands.A.part[0] + i * s.ld_c + j, A);
+    store(s.operands.M.part[0] + i * s.ld_c + j, M);
+  }
+  static void end_row(const ChunkKeys& s, int64_t i) {
+#if GDN_SIMD_AMX
+    if (i % kTileDepth == kTileRow) keep_row(s, i, i, zero(), zero());
+#endif
+  }
   static void old_state(const ChunkKeys& s, const ChunkHead& h, int64_t n, int64_t K,
                         const float* S) {
-    const ChunkTiles& m = s.tiles;
+    const ChunkOperands& m = s.operands;
     auto row = [&](int64_t i, int64_t c) { return load(S + i * kStrip + c); };
     split_pairs(0, K, m.k.ld, row, m.S);
+#if GDN_SIMD_AMX
     tile_rows(m.k, m.S, n, m.k.ld, kExact, h.Sk, kStrip);
     tile_rows(m.q, m.S, n, m.k.ld, kForOutput, h.Sq, kStrip);
+#endif
+  }
+  template <int R>
+  GDN_INLINE void state_rows(const ChunkKeys& s, const ChunkHead& h, bool keys, int64_t i,
+                             int64_t K, const float*, F (&acc)[R][kTileVectors]) {
+#if GDN_SIMD_AMX
+    const float* row = (keys ? h.Sk : h.Sq) + i * kStrip;
+    unrolled<R>(GDN_EACH(r) {
+      unrolled<kTileVectors>(
+          GDN_EACH(c) { acc[r][c] = K ? load(row + r * kStrip + c * kLanes) : zero(); });
+    });
+#else
+    const TileRows& rows = keys ? s.operands.k : s.operands.q;
+    unrolled<R>(GDN_EACH(r) { unrolled<kTileVectors>(GDN_EACH(c) { acc[r][c] = zero(); }); });
+    tile_product<R>(acc, rows.part[0] + i * rows.ld, rows.ld, s.operands.S.part[0], kStrip, K);
+#endif
+  }
+  template <int R>
+  GDN_INLINE int64_t earlier_rows(const ChunkKeys& s, bool A, int64_t i,
+                                  F (&acc)[R][kTileVectors]) {
+    if (form != Form::rounded) return 0;
+    const ChunkOperands& m = s.operands;
+#if GDN_SIMD_AMX
+    const int64_t block = i / kTileRow * kTileRow;
+    if (block == 0) return 0;
+    if (A && i == block) {
+      // Both before there is any u of this block: it may be NaN, and zeros times that.
+      tile_block<1>(m.A.from_row(i), m.u, whole_depth(i), 1, m.Au, kStrip);
+      tile_block<1>(m.M.from_row(i), m.u, whole_depth(i), 1, m.Mu, kStrip);
+    }
+    const float* product = (A ? m.Au : m.Mu) + (i - block) * kStrip;
+    unrolled<R>(GDN_EACH(r) {
+      unrolled<kTileVectors>(
+          GDN_EACH(c) { acc[r][c] = acc[r][c] + load(product + r * kStrip + c * kLanes); });
+    });
+    return block;
+#else
+    const TileRows& rows = A ? m.A : m.M;
+    tile_product<R>(acc, rows.part[0] + i * rows.ld, rows.ld, m.u.part[0], kStrip, i);
+    return i;
+#endif
+  }
+  template <int R>
+  GDN_INLINE void keep_u(const ChunkKeys& s, int64_t i, const F (&u)[R][kTileVectors]) {
+    if (form != Form::rounded) return;
+    uint32_t* to = s.operands.u.part[0] + i / 2 * kStrip;
+#if GDN_SIMD_AMX
+    if (i % kTileDepth == 0) std::memset(to, 0, kTileDepth / 2 * kStrip * sizeof *to);
+#endif
+    unrolled<R / 2>(GDN_EACH(r) {
+      unrolled<kTileVectors>(
+          GDN_EACH(c) { store_pair(to + r * kStrip + c * kLanes, u[2 * r][c], u[2 * r + 1][c]); });
+    });
   }
   static void update(const ChunkKeys& s, const ChunkHead& h, const float* u, int64_t first,
                      int64_t n, int64_t K, float w, float* S, bool S_is_zero) {
-    const ChunkTiles& m = s.tiles;
+    const ChunkOperands& m = s.operands;
     const int64_t depth = whole_depth(first + n);
     auto row = [&](int64_t i, int64_t c) {
       i -= first;
@@ -362,16 +517,31 @@ struct ChunkProducts<T, true> {
     };
     split_pairs(first, first + n, depth, row, m.du);
     const F decay = broadcast(w);
+    auto add = [&](F sum, float* to) { store(to, S_is_zero ? sum : fma(decay, load(to), sum)); };
+#if GDN_SIMD_AMX
     for (int64_t i = 0; i < K; i += 2 * kTileRow) {
-      tile_block<2>(m.kt.from_row(i), m.du, depth, kExact, m.update, kStrip);
-      float* rows = S + i * kStrip;
+      tile_block<2>(m.kt.from_row(i), m.du, depth, kExact, m.block, kStrip);
       for (int64_t e = 0; e < 2 * kTileRow * kStrip; e += kLanes) {
-        const F sum = load(m.update + e);
-        store(rows + e, S_is_zero ? sum : fma(decay, load(rows + e), sum));
+        add(load(m.block + e), S + i * kStrip + e);
       }
     }
+#else
+    for_tiles(K, [&](int64_t i, auto rows, int) {
+      constexpr int R = decltype(rows)::value;
+      F acc[R][kTileVectors];
+      unrolled<R>(GDN_EACH(r) { unrolled<kTileVectors>(GDN_EACH(c) { acc[r][c] = zero(); }); });
+      tile_product<R>(acc, m.kt.part[0] + i * m.kt.ld, m.kt.ld, m.du.part[0], kStrip, first + n);
+      unrolled<R>(GDN_EACH(r) {
+        unrolled<kTileVectors>(GDN_EACH(c) { add(acc[r][c], S + (i + r) * kStrip + c * kLanes); });
+      });
+    });
+#endif
   }
 };
+template <class T>
+struct ChunkProducts<T, Form::split> : ChunkOperandProducts<T, Form::split> {};
+template <class T>
+struct ChunkProducts<T, Form::rounded> : ChunkOperandProducts<T, Form::rounded> {};
 #endif
 
 // Decays exp(g) and betas of tokens [t0, t0 + n).
@@ -387,6 +557,7 @@ static void load_gates(const ChunkArgs& x, int64_t b, int64_t t0, int64_t n, int
 
 // Decays and the two triangular matrices of tokens [first, end) of the chunk; rows and columns
 // count from `first`.
+template <class Products>
 static void head_matrices(const ChunkKeys& s, const ChunkHead& h, int64_t first, int64_t end,
                           float scale) {
   const int64_t n = end - first;
@@ -402,39 +573,30 @@ static void head_matrices(const ChunkKeys& s, const ChunkHead& h, int64_t first,
     const F decay = broadcast(a), minus_beta = broadcast(-h.beta[first + i]), f = broadcast(scale);
     for (int64_t j = 0; j < i; j += kLanes) {
       const F d = decay * load(h.D + j);
+      const F below = minus_beta * d * load(kk + j), out = f * d * load(qk + j);
       store(h.D + j, d);
-      store(A + j, minus_beta * d * load(kk + j));
-      store(M + j, f * d * load(qk + j));
+      store(A + j, below);
+      store(M + j, out);
+      Products::keep_row(s, i, j, below, out);
     }
+    Products::end_row(s, i);
     h.D[i] = 1.f;
     M[i] = scale * qk[i];
   }
 }
 
 // One strip of one head through tokens [first, first + n) of a chunk that starts at token t0.
-template <class T>
+template <class T, Form form>
 static void strip_segment(const ChunkArgs& x, const ChunkKeys& s, const ChunkHead& h, int64_t b,
                           int64_t t0, int64_t hv, int64_t first, int64_t n, int64_t column,
                           const float* S, bool S_is_zero, float* u) {
   const int64_t cols = x.V - column < kStrip ? x.V - column : kStrip;
   const bool direct = cols == kStrip && x.v.sd == 1;
-  // With tiles both products with the state are there already.
-  const bool ready = kTiled<T> && !S_is_zero;
-  const int64_t depth = S_is_zero || kTiled<T> ? 0 : x.K;
-  const float* k = s.k + first * s.ld_k;
-  const float* q = s.q + first * s.ld_k;
-  auto old_state = [&](const float* rows, const float* products, int64_t i, auto& acc) {
+  const int64_t depth = S_is_zero ? 0 : x.K;
+  using Products = ChunkProducts<T, form>;
+  auto error = [&](int64_t i, int valid, auto& acc) __attribute__((always_inline)) {
     constexpr int R = sizeof(acc) / sizeof(acc[0]);
-    const float* row = products + (first + i) * kStrip;
-    unrolled<R>(GDN_EACH(r) {
-      unrolled<kTileVectors>(
-          GDN_EACH(c) { acc[r][c] = ready ? load(row + r * kStrip + c * kLanes) : zero(); });
-    });
-    tile_product<R>(acc, rows + i * s.ld_k, s.ld_k, S, kStrip, depth);
-  };
-  auto error = [&](int64_t i, int valid, auto& acc) {
-    constexpr int R = sizeof(acc) / sizeof(acc[0]);
-    old_state(k, h.Sk, i, acc);
+    Products::template state_rows<R>(s, h, true, first + i, depth, S, acc);
     for (int r = 0; r < valid; ++r) {
       alignas(64) float buffer[kStrip];
       if (!direct) {
@@ -453,23 +615,26 @@ static void strip_segment(const ChunkArgs& x, const ChunkKeys& s, const ChunkHea
         acc[r][c] = beta * (load(u + (i + r) * kStrip + c * kLanes) - w * acc[r][c]);
       });
     });
+    return Products::template earlier_rows<R>(s, true, i, acc);
   };
-  auto output = [&](int64_t i, int valid, auto& acc) {
+  auto output = [&](int64_t i, int valid, auto& acc) __attribute__((always_inline)) {
     constexpr int R = sizeof(acc) / sizeof(acc[0]);
-    if (!kTiled<T>) {
+    if (form == Form::f32) {
       unrolled<R>(GDN_EACH(r) {
         const F d = broadcast(h.D[i + r]);
         unrolled<kTileVectors>(
             GDN_EACH(c) { store(h.du + (i + r) * kStrip + c * kLanes, d * acc[r][c]); });
       });
     }
-    old_state(q, h.Sq, i, acc);
+    Products::template keep_u<R>(s, i, acc);
+    Products::template state_rows<R>(s, h, false, first + i, depth, S, acc);
     unrolled<R>(GDN_EACH(r) {
       const F w = broadcast(h.wq[i + r]);
       unrolled<kTileVectors>(GDN_EACH(c) { acc[r][c] = w * acc[r][c]; });
     });
     const float* M = h.M + i * s.ld_c;
-    tile_product<R>(acc, M, s.ld_c, u, kStrip, i);
+    const int64_t added = Products::template earlier_rows<R>(s, false, i, acc);
+    tile_product<R>(acc, M + added, s.ld_c, u + added * kStrip, kStrip, i - added);
     unrolled<R>(GDN_EACH(m) {
       F value[kTileVectors];
       unrolled<kTileVectors>(GDN_EACH(c) { value[c] = load(u + (i + m) * kStrip + c * kLanes); });
@@ -559,8 +724,8 @@ struct ChunkScratch {
   float* S;       // [heads][strips][K][kStrip]
 };
 // Returns the floats needed; with base null only that.
-static int64_t carve_chunk(float* base, const ChunkArgs& x, int64_t state_floats, int64_t u_strips,
-                           ChunkScratch& s) {
+static int64_t carve_chunk(float* base, const ChunkArgs& x, Form form, int64_t state_floats,
+                           int64_t u_strips, ChunkScratch& s) {
   ScratchCursor cursor{base};
   const int64_t C = x.C, edge = strips(C) * kStrip;
   // 16 floats more than a power of two: columns of a strip then fall into different cache sets.
@@ -588,7 +753,7 @@ static int64_t carve_chunk(float* base, const ChunkArgs& x, int64_t state_floats
   s.head.du = cursor.take(rows * kStrip);
   s.head.Sk = cursor.take(rows * kStrip);
   s.head.Sq = cursor.take(rows * kStrip);
-  s.keys.tiles.carve(cursor, C, x.K, x.q.dtype == DType::bf16 ? 1 : 2);
+  s.keys.operands.carve(cursor, form, C, x.K, s.keys.ld_c, x.q.dtype);
   s.buffer = cursor.take(kStrip * padded(x.K));
   s.S = cursor.take(state_floats);
   return cursor.used;
@@ -597,29 +762,30 @@ static int64_t carve_chunk(float* base, const ChunkArgs& x, int64_t state_floats
 // The chunk [t0, t0 + n) of one value head, columns [column, column + count strips). `zero_state`
 // says that S holds nothing yet. With `update`, S becomes the state after the chunk. before(p) is
 // called once a strip.
-template <class T, class Before>
+template <class T, Form form, class Before>
 static void chunk_of_head(const ChunkArgs& x, const ChunkScratch& s, int64_t b, int64_t t0,
                           int64_t n, int64_t hv, int64_t column, int64_t count, float* S,
                           bool zero_state, bool update, Before before) {
+  using Products = ChunkProducts<T, form>;
   const ChunkHead& h = s.head;
   load_gates(x, b, t0, n, hv, h);
   for (int64_t first = 0, end; first < n; first = end) {
     end = first + 1;
     while (end < n && h.a[end] != 0.f) ++end;
     if (h.a[first] == 0.f) zero_state = true;
-    head_matrices(s.keys, h, first, end, x.scale);
-    ChunkProducts<T>::factors(s.keys, h, first, end - first, x.scale);
+    head_matrices<Products>(s.keys, h, first, end, x.scale);
+    Products::factors(s.keys, h, first, end - first, x.scale);
     for (int64_t p = 0; p < count; ++p) {
       float* strip = S + p * strip_floats(x.K);
       float* u = h.u + p * h.s_u + first * kStrip;
       if (first == 0) before(p);
-      if (!zero_state) ChunkProducts<T>::old_state(s.keys, h, n, x.K, strip);
-      strip_segment<T>(x, s.keys, h, b, t0, hv, first, end - first, column + p * kStrip, strip,
-                       zero_state, u);
+      if (!zero_state) Products::old_state(s.keys, h, n, x.K, strip);
+      strip_segment<T, form>(x, s.keys, h, b, t0, hv, first, end - first, column + p * kStrip,
+                             strip, zero_state, u);
       // What follows a cut starts from nothing.
       if (update && end == n) {
-        ChunkProducts<T>::update(s.keys, h, u, first, end - first, x.K, h.w[end - first - 1], strip,
-                                 zero_state);
+        Products::update(s.keys, h, u, first, end - first, x.K, h.w[end - first - 1], strip,
+                         zero_state);
       }
     }
   }
@@ -645,7 +811,7 @@ static void prefetch_chunk(const ChunkArgs& x, int64_t b, int64_t t, int64_t end
   }
 }
 
-template <class T>
+template <class T, Form form>
 static void chunk_typed(const ChunkArgs& x, const Parallel& parallel) {
   const int64_t ratio = x.HV / x.H, V_strips = strips(x.V);
   // Heads of a task share k k^T and q k^T; with too few tasks for the threads they part, and then
@@ -669,8 +835,8 @@ static void chunk_typed(const ChunkArgs& x, const Parallel& parallel) {
     ChunkScratch s;
     const int64_t state_floats = heads * count * strip_floats(x.K);
     s.S = nullptr;
-    float* base = thread_scratch(carve_chunk(nullptr, x, state_floats, 1, s));
-    carve_chunk(base, x, state_floats, 1, s);
+    float* base = thread_scratch(carve_chunk(nullptr, x, form, state_floats, 1, s));
+    carve_chunk(base, x, form, state_floats, 1, s);
     // Sequences differ in length: whoever is free takes the next task.
     for (;;) {
       const int64_t task = __atomic_fetch_add(&next_task, 1, __ATOMIC_RELAXED);
@@ -711,9 +877,9 @@ static void chunk_typed(const ChunkArgs& x, const Parallel& parallel) {
       };
       for (int64_t t = seq.start, edge = 0; t < seq.end; t += x.C, ++edge) {
         const int64_t tokens = seq.end - t < x.C ? seq.end - t : x.C;
-        ChunkProducts<T>::load_keys(x, seq.b, t, tokens, hk, s.keys);
+        ChunkProducts<T, form>::load_keys(x, seq.b, t, tokens, hk, s.keys);
         for (int64_t h = h0; h < h1; ++h) {
-          chunk_of_head<T>(
+          chunk_of_head<T, form>(
               x, s, seq.b, t, tokens, h, column, mine, s.S + (h - h0) * count * strip_floats(x.K),
               zero_state[h - h0], true, [&](int64_t p) {
                 if (t + x.C >= seq.end) return;
@@ -734,15 +900,29 @@ static void chunk_typed(const ChunkArgs& x, const Parallel& parallel) {
   parallel_for(parallel, parallel.threads, body);
 }
 
-static void chunk(const ChunkArgs& x, const Parallel& parallel) {
+// run(value of the element type, integral_constant<Form>) for what the call asks for.
+template <class Run>
+GDN_INLINE void with_form(const ChunkArgs& x, Run run) {
+  auto typed = [&](auto t) {
+    using T = decltype(t);
+    if constexpr (kRounds<T>) {
+      if (x.fast) return run(t, std::integral_constant<Form, Form::rounded>());
+    }
+    run(t, std::integral_constant<Form, kExactForm<T>>());
+  };
   switch (x.q.dtype) {
     case DType::f32:
-      return chunk_typed<float>(x, parallel);
+      return typed(float());
     case DType::bf16:
-      return chunk_typed<bf16_t>(x, parallel);
+      return typed(bf16_t());
     case DType::f16:
-      return chunk_typed<f16_t>(x, parallel);
+      return typed(f16_t());
   }
+}
+
+static void chunk(const ChunkArgs& x, const Parallel& parallel) {
+  with_form(
+      x, [&](auto t, auto form) { chunk_typed<decltype(t), decltype(form)::value>(x, parallel); });
 }
 
 // --- low-rank: between chunks only the window
@@ -754,9 +934,10 @@ struct LowrankScratch {
   float *w, *wu;     // [R], [R][kStrip]
   int64_t ld_u, ld_r;
 };
-static int64_t carve_lowrank(float* base, const ChunkArgs& x, int64_t heads, LowrankScratch& s) {
+static int64_t carve_lowrank(float* base, const ChunkArgs& x, Form form, int64_t heads,
+                             LowrankScratch& s) {
   const int64_t count = strips(x.V);
-  const int64_t used = carve_chunk(base, x, count * strip_floats(x.K), count, s.chunk);
+  const int64_t used = carve_chunk(base, x, form, count * strip_floats(x.K), count, s.chunk);
   ScratchCursor cursor{base, (used + 15) / 16 * 16};
   const int64_t R = x.window.R;
   s.ld_u = count * kStrip;
@@ -804,7 +985,7 @@ static void shift_rows(float* rows, int64_t ld, int64_t old, int64_t keep) {
     std::memmove(rows, rows + (old - keep) * ld, keep * ld * sizeof(float));
 }
 
-template <class T>
+template <class T, Form form>
 static void chunk_lowrank_sequence(const ChunkArgs& x, const LowrankScratch& s, const Sequence& seq,
                                    int64_t hk) {
   const Window& win = x.window;
@@ -828,7 +1009,7 @@ static void chunk_lowrank_sequence(const ChunkArgs& x, const LowrankScratch& s, 
   }
   for (int64_t t = seq.start; t < seq.end; t += x.C) {
     const int64_t n = seq.end - t < x.C ? seq.end - t : x.C;
-    ChunkProducts<T>::load_keys(x, seq.b, t, n, hk, keys);
+    ChunkProducts<T, form>::load_keys(x, seq.b, t, n, hk, keys);
     transpose(s.k, keys.ld_k, fill, x.K, s.kt, s.ld_r);
     const int64_t fresh = n < R ? n : R, keep = fill < R - fresh ? fill : R - fresh;
     for (int64_t h = 0; h < ratio; ++h) {
@@ -856,8 +1037,8 @@ static void chunk_lowrank_sequence(const ChunkArgs& x, const LowrankScratch& s, 
         update_strip(entries, s.wu, first, live, x.K, 1.f, nullptr,
                      s.chunk.S + p * strip_floats(x.K));
       }
-      chunk_of_head<T>(x, s.chunk, seq.b, t, n, h0 + h, 0, strips(x.V), s.chunk.S, live == 0, false,
-                       [](int64_t) {});
+      chunk_of_head<T, form>(x, s.chunk, seq.b, t, n, h0 + h, 0, strips(x.V), s.chunk.S, live == 0,
+                             false, [](int64_t) {});
       shift_rows(g, 1, fill, keep);
       shift_rows(u, s.ld_u, fill, keep);
       for (int64_t i = 0; i < fresh; ++i) {
@@ -891,7 +1072,7 @@ static void chunk_lowrank_sequence(const ChunkArgs& x, const LowrankScratch& s, 
   }
 }
 
-template <class T>
+template <class T, Form form>
 static void chunk_lowrank_typed(const ChunkArgs& x, const Parallel& parallel) {
   // A task is (sequence, key head): its value heads share the keys of the window.
   const int64_t tasks = x.seqs.N * x.H, ratio = x.HV / x.H;
@@ -899,15 +1080,15 @@ static void chunk_lowrank_typed(const ChunkArgs& x, const Parallel& parallel) {
   auto body = [&](int64_t, int64_t) {
     [[maybe_unused]] const ThreadTiles<kTiled<T>> tiles;
     LowrankScratch s;
-    float* base = thread_scratch(carve_lowrank(nullptr, x, ratio, s));
-    carve_lowrank(base, x, ratio, s);
+    float* base = thread_scratch(carve_lowrank(nullptr, x, form, ratio, s));
+    carve_lowrank(base, x, form, ratio, s);
     for (;;) {
       const int64_t task = __atomic_fetch_add(&next_task, 1, __ATOMIC_RELAXED);
       if (task >= tasks) return;
       const int64_t hk = task % x.H;
       const Sequence seq = sequence_of(x.seqs, task / x.H);
       if (seq.row >= 0) {
-        if (seq.end > seq.start) chunk_lowrank_sequence<T>(x, s, seq, hk);
+        if (seq.end > seq.start) chunk_lowrank_sequence<T, form>(x, s, seq, hk);
         continue;
       }
       const float zeros[kMaxRow] = {};
@@ -931,12 +1112,7 @@ static void chunk_lowrank_typed(const ChunkArgs& x, const Parallel& parallel) {
 }
 
 static void chunk_lowrank(const ChunkArgs& x, const Parallel& parallel) {
-  switch (x.q.dtype) {
-    case DType::f32:
-      return chunk_lowrank_typed<float>(x, parallel);
-    case DType::bf16:
-      return chunk_lowrank_typed<bf16_t>(x, parallel);
-    case DType::f16:
-      return chunk_lowrank_typed<f16_t>(x, parallel);
-  }
+  with_form(x, [&](auto t, auto form) {
+    chunk_lowrank_typed<decltype(t), decltype(form)::value>(x, parallel);
+  });
 }

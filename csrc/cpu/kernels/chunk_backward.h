@@ -53,7 +53,7 @@ struct BackwardScratch {
 };
 // Returns the floats needed; with base null only that.
 static int64_t carve_backward(float* base, const ChunkArgs& x, BackwardScratch& s) {
-  ScratchCursor cursor{base, (carve_chunk(base, x, 0, 1, s.chunk) + 15) / 16 * 16};
+  ScratchCursor cursor{base, (carve_chunk(base, x, Form::f32, 0, 1, s.chunk) + 15) / 16 * 16};
   const ChunkKeys& keys = s.chunk.keys;
   const int64_t rows = x.C + kSpareRows, columns = strips(x.V) * kStrip;
   s.edge = strips(x.C) * kStrip;
@@ -94,7 +94,7 @@ static void transpose_tokens(const float* src, int64_t ld_src, int64_t n, int64_
 static void backward_keys(const ChunkArgs& x, int64_t b, int64_t t0, int64_t n, int64_t hk,
                           const BackwardScratch& s) {
   const ChunkKeys& keys = s.chunk.keys;
-  ChunkProducts<float>::load_keys(x, b, t0, n, hk, keys);
+  ChunkProducts<float, Form::f32>::load_keys(x, b, t0, n, hk, keys);
   transpose_tokens(keys.q, keys.ld_k, n, x.K, s.qt, keys.ld_t);
 }
 
@@ -123,6 +123,7 @@ static void solve_forward(const ChunkArgs& x, const BackwardScratch& s, int64_t 
       unrolled<kTileVectors>(
           GDN_EACH(c) { acc[r][c] = beta * (load(v + c * kLanes) - w * acc[r][c]); });
     });
+    return int64_t{0};
   };
   auto decayed = [&](int64_t i, int, auto& acc) {
     constexpr int R = sizeof(acc) / sizeof(acc[0]);
@@ -143,7 +144,7 @@ static void keep_states(const ChunkArgs& x, const BackwardScratch& s, const Sequ
   const int64_t hk = h0 / (x.HV / x.H);
   for (int64_t t = seq.start, chunk = 0; t < seq.end; t += x.C, ++chunk) {
     const int64_t n = seq.end - t < x.C ? seq.end - t : x.C;
-    ChunkProducts<float>::load_keys(x, seq.b, t, n, hk, keys);
+    ChunkProducts<float, Form::f32>::load_keys(x, seq.b, t, n, hk, keys);
     for (int64_t h = h0; h < h1; ++h) {
       const HeadWork mine{work.base + (h - h0) * stride, work.state, work.ut};
       float *S = mine.S(chunk), *Ut = mine.Ut(chunk), *next = mine.S(chunk + 1);
@@ -152,7 +153,7 @@ static void keep_states(const ChunkArgs& x, const BackwardScratch& s, const Sequ
         load_state(x.read, seq.row, h, 0, x.V, x.K, S, s.chunk.buffer);
       }
       load_gates(x, seq.b, t, n, h, head);
-      head_matrices(keys, head, 0, n, x.scale);
+      head_matrices<ChunkProducts<float, Form::f32>>(keys, head, 0, n, x.scale);
       load_tokens(x.v, seq.b, t, n, h, x.V, s.ld_v, s.v);
       for (int64_t p = 0; p < strips(x.V); ++p) {
         const float* strip = S_is_zero ? nullptr : S + p * strip_floats(x.K);
@@ -324,7 +325,7 @@ static void backward_head(const ChunkBackwardArgs& a, const BackwardScratch& s, 
   const ChunkKeys& keys = s.chunk.keys;
   const ChunkHead& h = s.chunk.head;
   load_gates(x, b, t0, n, hv, h);
-  head_matrices(keys, h, 0, n, x.scale);
+  head_matrices<ChunkProducts<float, Form::f32>>(keys, h, 0, n, x.scale);
   transpose(h.A, keys.ld_c, n, n, s.At, keys.ld_c);
   transpose(h.M, keys.ld_c, n, n, s.Mt, keys.ld_c);
   for (int64_t i = 0; i < n; ++i) {
