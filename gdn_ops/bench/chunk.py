@@ -3,7 +3,8 @@
 One Qwen3.5 layer (16 key heads, 48 value heads, K = V = 128). Work is counted as the useful
 operations of the 64-token chunk form, whatever a candidate does: rates of all candidates then
 compare like times. Every row has ``op``, ``dtype``, ``tokens``, ``ms``, ``gflops`` and ``peer_ms``
-(the fastest timed peer).
+(the fastest timed peer). torch's matrix product of the same dtype, with its own operations, says
+what the machine gave during the run.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from gdn_ops.bench._timing import (
     TOLERANCE,
     Candidate,
     Options,
+    in_mode,
     keep_freed_memory,
     measure,
+    rounded_error,
     scaled_error,
 )
 
@@ -30,6 +33,7 @@ HEADS = ((16, 48),)
 LENGTHS = ((1, 512), (1, 2048), (1, 4096), (256, 64))  # (sequences, tokens of each)
 TRAINING_TOKENS = 1024
 CHUNK = 64
+MATMUL = 2048  # rows and columns of torch's product
 
 
 def useful_flops(tokens: int, H: int, HV: int) -> float:
@@ -60,31 +64,72 @@ class Inputs:
         """Equal sequences as batch rows, for peers that know no cu_seqlens."""
         return x.view(self.N, self.T, *x.shape[2:])
 
-    def error(self, o: Tensor, final: Tensor, out_dtype: torch.dtype) -> float:
+    def error(
+        self, o: Tensor, final: Tensor, out_dtype: torch.dtype, rounded: bool = False
+    ) -> float:
         """Against the oracle on the first and last sequence, one key head and its value heads."""
         ratio, worst = self.HV // self.H, 0.0
         for n in sorted({0, self.N - 1}):
             h = n % self.H
             heads, rows = slice(h * ratio, (h + 1) * ratio), slice(n * self.T, (n + 1) * self.T)
-            want_o, want_s = reference.chunk(
+            part = (
                 self.q[:, rows, h : h + 1], self.k[:, rows, h : h + 1], self.v[:, rows, heads],
                 self.g[:, rows, heads], self.beta[:, rows, heads], self.state[n : n + 1, heads],
             )  # fmt: skip
-            worst = max(
-                worst,
-                scaled_error(o[:, rows, heads], want_o, *TOLERANCE[out_dtype]),
-                scaled_error(final[n : n + 1, heads], want_s, *TOLERANCE[torch.float32]),
-            )
+            want_o, want_s = reference.chunk(*part)
+            got_o, got_s = o[:, rows, heads], final[n : n + 1, heads]
+            if rounded:
+                of_o, of_rows = reference.chunk_magnitudes(*part)
+                errors = (
+                    rounded_error(got_o, want_o, of_o, K),
+                    rounded_error(got_s, want_s, of_rows[:, -1, ..., None], K),
+                )
+            else:
+                errors = (
+                    scaled_error(got_o, want_o, *TOLERANCE[out_dtype]),
+                    scaled_error(got_s, want_s, *TOLERANCE[torch.float32]),
+                )
+            worst = max(worst, *errors)
         return worst
 
 
-def ours(x: Inputs) -> Candidate:
+def ours(x: Inputs, mode: str) -> Candidate:
     op = torch.ops.gdn.chunk.default
+    call = in_mode(mode, lambda i: op(x.q, x.k, x.v, x.g, x.beta, x.state, x.cu))
+    name = "gdn_ops" if mode == "exact" else f"gdn_ops {mode}"
+    return Candidate(name, call, lambda: x.error(*call(0), x.q.dtype, mode != "exact"))
+
+
+def matmul(dtype: torch.dtype) -> Candidate:
+    a, b = (torch.randn(MATMUL, MATMUL).to(dtype) for _ in range(2))
+    note = f"{MATMUL} cubed, its own operations"
+    return Candidate("torch matmul", lambda i: a @ b, note=note, fields={"flops": 2.0 * MATMUL**3})
+
+
+def vllm_peer(x: Inputs) -> Candidate:
+    """The op of vLLM's CPU engine (and of sglang, whose text it is)."""
+    name = "vLLM chunk_gated_delta_rule_cpu"
+    try:
+        import vllm._C  # noqa: F401 - registers the op
+        from vllm import __version__ as version
+    except ImportError as error:
+        return Candidate(name, skipped=f"no CPU build of vLLM: {error}")
+    op = torch.ops._C.chunk_gated_delta_rule_cpu.default
+    beta = x.beta.to(x.q.dtype)
+    cu = torch.arange(0, x.N * x.T + 1, x.T, dtype=torch.int32)
+    rows = torch.arange(x.N, dtype=torch.int32)
+    pool = x.state.transpose(2, 3).contiguous()
 
     def call(i: int) -> tuple[Tensor, Tensor]:
-        return op(x.q, x.k, x.v, x.g, x.beta, x.state, x.cu)
+        return op(x.q, x.k, x.v, x.g, beta, pool, True, cu, False, False, rows, 1e-6)
 
-    return Candidate("gdn_ops", call, lambda: x.error(*call(0), x.q.dtype))
+    def check() -> float:
+        o, _ = call(0)
+        return x.error(o.reshape(x.v.shape), pool.transpose(2, 3), x.q.dtype, True) / 2
+
+    return Candidate(
+        name, call, check, note=f"version {version}; beta in bfloat16; twice the limit"
+    )
 
 
 def _fallback():
@@ -171,15 +216,19 @@ def onnxruntime_peer(x: Inputs) -> Candidate:
     return Candidate(name, call, check, note=f"version {ort.__version__}, float32")
 
 
+NO_PEERS = ("gdn_ops", "torch")
+
+
 def _report(case: dict, candidates: list[Candidate], x: Inputs, flops: float, options: Options):
     """measure(), with the rate and the best peer's time added to each row before it is shown."""
     held: list[dict] = []
     quiet = dataclasses.replace(options, emit=held.append)
     sweep = [torch.empty(16 * 2**20) for _ in range(2)]
     rows = measure(case, candidates, sweep, x.bytes, quiet)
-    peers = [r["ms"] for r in rows[1:] if r["ms"]]
+    peers = [r["ms"] for r in rows if r["ms"] and r["candidate"].split()[0] not in NO_PEERS]
     for row in rows:
-        row["gflops"] = flops / row["ms"] / 1e6 if row["ms"] else None
+        work = row.pop("flops", flops)
+        row["gflops"] = work / row["ms"] / 1e6 if row["ms"] else None
         row["peer_ms"] = min(peers) if peers else None
         options.emit(row)
     return rows
@@ -238,9 +287,14 @@ def run(options: Options) -> list[dict]:
         for N, T in LENGTHS[:1] if options.quick else LENGTHS:
             for dtype in options.dtypes or (torch.float32, torch.bfloat16):
                 x = Inputs(N, T, H, HV, dtype, options.seed)
-                candidates = [ours(x)]
+                candidates = [ours(x, "exact")]
+                if dtype == torch.bfloat16:
+                    candidates.append(ours(x, "fast"))
+                candidates.append(matmul(dtype))
                 if options.peers and dtype == torch.float32:
                     candidates += [onnxruntime_peer(x), transformers_peer(x)]
+                if options.peers and dtype == torch.bfloat16:
+                    candidates.append(vllm_peer(x))
                 case = {
                     "family": "chunk", "op": "chunk", "heads": f"{H}/{HV}", "batch": N,
                     "tokens": T, "dtype": SHORT[dtype], "mode": "hot",

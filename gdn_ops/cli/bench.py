@@ -81,13 +81,14 @@ def options_from(args: argparse.Namespace):
 SHOWN = ("op", "heads", "batch", "tokens", "dtype", "state", "layout", "mode", "candidate")
 
 
-def row_text(row: dict, columns: tuple[str, ...]) -> list[str]:
+def row_text(row: dict, columns: tuple[str, ...], rates: bool = False) -> list[str]:
     cells = ["" if row.get(c) is None else str(row[c]) for c in columns]
     if row["skipped"]:
-        return [*cells, "-", "-", "-", "-", "-", row["skipped"]]
+        return [*cells, *["-"] * (5 + rates), row["skipped"]]
     return [
         *cells,
         f"{row['ms']:.4g}",
+        *([f"{row['gflops']:.0f}"] if rates else []),
         f"{row['floor_ms']:.4g}",
         f"{row['ratio']:.2f}x",
         f"{row['spread'] * 100:.0f}%",
@@ -98,11 +99,13 @@ def row_text(row: dict, columns: tuple[str, ...]) -> list[str]:
 
 def show(out: Output, title: str, rows: list[dict]) -> None:
     columns = tuple(c for c in SHOWN if any(r.get(c) not in (None, "") for r in rows))
-    names = [*columns, "ms", "floor ms", "ratio", "spread", "error/tol", "note"]
+    rates = any("gflops" in r for r in rows)
+    names = [*columns, "ms", *(["GFLOP/s"] if rates else []), "floor ms", "ratio", "spread",
+             "error/tol", "note"]  # fmt: skip
+    texts = [row_text(r, columns, rates) for r in rows]
     if not any(r["note"] or r["skipped"] for r in rows):
-        out.table(title, names[:-1], [row_text(r, columns)[:-1] for r in rows])
-    else:
-        out.table(title, names, [row_text(r, columns) for r in rows])
+        names, texts = names[:-1], [t[:-1] for t in texts]
+    out.table(title, names, texts)
 
 
 COUNTED = {
