@@ -5,6 +5,7 @@
 # picks some of them ("plain address thread"), OBJECTS keeps the objects, CXX is the compiler, RUN goes
 # before the driver. So the kernels of another processor run under an emulator:
 #   CXX=aarch64-linux-gnu-g++ RUN="qemu-aarch64 -L /usr/aarch64-linux-gnu" SANITIZERS=plain scripts/check_sanitizers.sh 100
+# EMULATED_TILES=1 runs the level amx on a processor without AMX (tests/native/emulated_tiles.h).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 cases="${1:-100}"
@@ -15,6 +16,8 @@ mkdir -p "$work"
 # The flags of setup.py that change what the kernels compute, and -O1 for readable reports.
 common=(-std=c++17 -O1 -g -fno-omit-frame-pointer -ffp-contract=off -fno-math-errno -Wall -Wno-psabi
   -Wno-uninitialized -Wno-maybe-uninitialized) # from the intrinsics of GCC 12
+[ -z "${EMULATED_TILES:-}" ] ||
+  common+=(-DGDN_EMULATED_TILES=1 -include "$PWD/tests/native/emulated_tiles.h")
 
 declare -A flags=(
   [plain]=""

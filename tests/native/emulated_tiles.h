@@ -1,0 +1,120 @@
+// The AMX instructions that the kernels use, in plain C++, so that the level `amx` runs on any
+// processor with AVX512-BF16 (and under sanitizers, which do not see what tile loads read):
+//   -DGDN_EMULATED_TILES -include tests/native/emulated_tiles.h
+// What the hardware would fault on (no configuration, shapes that do not fit) ends the program.
+#pragma once
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+namespace gdn::emulated_tiles {
+
+struct Tile {
+  int rows = 0, row_bytes = 0;
+  unsigned char data[16][64];
+};
+struct Registers {
+  bool configured = false;
+  Tile tile[8];
+};
+inline thread_local Registers registers;
+
+inline void expect(bool holds, const char* what) {
+  if (holds) return;
+  std::fprintf(stderr, "emulated tiles: %s\n", what);
+  std::abort();
+}
+inline Tile& tile(int i) {
+  expect(registers.configured, "no configuration is loaded");
+  expect(i >= 0 && i < 8 && registers.tile[i].rows, "a tile that is not configured");
+  return registers.tile[i];
+}
+
+inline void loadconfig(const void* from) {
+  struct {
+    uint8_t palette, start_row, reserved[14];
+    uint16_t row_bytes[16];
+    uint8_t rows[16];
+  } config;
+  static_assert(sizeof config == 64, "as the instruction reads it");
+  std::memcpy(&config, from, sizeof config);
+  expect(config.palette == 1 && config.start_row == 0, "another palette or start row");
+  for (int i = 0; i < 16; ++i) {
+    const int rows = config.rows[i], row_bytes = config.row_bytes[i];
+    expect(i < 8 ? rows <= 16 && row_bytes <= 64 : !rows && !row_bytes,
+           "a shape that is too large");
+    if (i < 8) {
+      registers.tile[i].rows = rows;
+      registers.tile[i].row_bytes = row_bytes;
+      std::memset(registers.tile[i].data, 0, sizeof registers.tile[i].data);
+    }
+  }
+  registers.configured = true;
+}
+inline void release() { registers = {}; }
+
+inline void zero(int i) { std::memset(tile(i).data, 0, sizeof tile(i).data); }
+inline void load(int i, const void* base, int64_t stride) {
+  zero(i);
+  for (int r = 0; r < tile(i).rows; ++r) {
+    std::memcpy(tile(i).data[r], static_cast<const char*>(base) + r * stride,
+                static_cast<size_t>(tile(i).row_bytes));
+  }
+}
+inline void store(int i, void* base, int64_t stride) {
+  for (int r = 0; r < tile(i).rows; ++r) {
+    std::memcpy(static_cast<char*>(base) + r * stride, tile(i).data[r],
+                static_cast<size_t>(tile(i).row_bytes));
+  }
+}
+
+// Element i of a row of bf16; subnormal numbers count as zero.
+inline float bf16(const unsigned char* row, int i) {
+  uint16_t half;
+  std::memcpy(&half, row + 2 * i, sizeof half);
+  const uint32_t word = static_cast<uint32_t>(half & 0x7f80 ? half : half & 0x8000) << 16;
+  float x;
+  std::memcpy(&x, &word, sizeof x);
+  return x;
+}
+// Even and odd elements are summed apart and then added to what is there.
+inline void dpbf16ps(int to, int left, int right) {
+  Tile& c = tile(to);
+  const Tile &a = tile(left), &b = tile(right);
+  expect(a.rows == c.rows && b.row_bytes == c.row_bytes && b.rows * 4 == a.row_bytes,
+         "shapes of a product that do not fit");
+  for (int m = 0; m < c.rows; ++m) {
+    for (int n = 0; n < c.row_bytes / 4; ++n) {
+      float even = 0.f, odd = 0.f, sum;
+      for (int k = 0; k < b.rows; ++k) {
+        even = __builtin_fmaf(bf16(a.data[m], 2 * k), bf16(b.data[k], 2 * n), even);
+        odd = __builtin_fmaf(bf16(a.data[m], 2 * k + 1), bf16(b.data[k], 2 * n + 1), odd);
+      }
+      std::memcpy(&sum, c.data[m] + 4 * n, sizeof sum);
+      sum += even + odd;
+      std::memcpy(c.data[m] + 4 * n, &sum, sizeof sum);
+    }
+  }
+}
+
+}  // namespace gdn::emulated_tiles
+
+#undef _tile_loadconfig
+#undef _tile_release
+#undef _tile_zero
+#undef _tile_loadd
+#undef _tile_stored
+#undef _tile_dpbf16ps
+#define _tile_loadconfig(from) gdn::emulated_tiles::loadconfig(from)
+#define _tile_release() gdn::emulated_tiles::release()
+#define _tile_zero(i) gdn::emulated_tiles::zero(i)
+#define _tile_loadd(i, base, stride) \
+  gdn::emulated_tiles::load(i, base, static_cast<int64_t>(stride))
+#define _tile_stored(i, base, stride) \
+  gdn::emulated_tiles::store(i, base, static_cast<int64_t>(stride))
+#define _tile_dpbf16ps(to, left, right) gdn::emulated_tiles::dpbf16ps(to, left, right)
+#endif
