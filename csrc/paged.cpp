@@ -4,6 +4,7 @@
 // dispatch in Python; on the CPU without the dispatcher, where each is a tenth of that.
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
+#include <ATen/MemoryOverlap.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/as_strided_native.h>
 #include <torch/library.h>
@@ -47,7 +48,8 @@ struct Traced {
   static Tensor split(const Tensor& t, int64_t dim, const SymInt& n, const SymInt& size) {
     return t.unflatten_symint(dim, {n, size});
   }
-  static Tensor rows(const Tensor& indices, const SymInt& N, int64_t first_row) {
+  static Tensor rows(const char*, const Tensor& indices, const SymInt& N, int64_t first_row,
+                     const SymInt&) {
     return (indices.sym_size(0) > N ? indices.slice_symint(0, 0, N) : indices).sub(first_row);
   }
   static void write(Tensor& out, const Tensor& o) { out.copy_(o); }
@@ -105,19 +107,23 @@ struct Direct {
     s.strides.insert(s.strides.begin() + dim, size.expect_int() * s.strides[dim]);
     return s.of(t);
   }
-  static Tensor rows(const Tensor& indices, const SymInt& N, int64_t first_row) {
-    const auto dtype = indices.scalar_type();
-    if (!indices.is_cpu() || (dtype != at::kInt && dtype != at::kLong)) {
-      return Traced::rows(indices, N, first_row);  // for the op to refuse
+  static Tensor rows(const char* name, const Tensor& indices, const SymInt& N, int64_t first_row,
+                     const SymInt& blocks) {
+    if (!indices.is_cpu()) {
+      return Traced::rows(name, indices, N, first_row, blocks);  // for the op to refuse
     }
     at::DimVector sizes(indices.sizes());
     sizes[0] = std::min(sizes[0], N.expect_int());
-    Tensor shifted = at::detail::empty_cpu(sizes, dtype);
-    return dtype == at::kInt ? shift<int32_t>(indices, first_row, shifted)
-                             : shift<int64_t>(indices, first_row, shifted);
+    Tensor shifted = at::detail::empty_cpu(sizes, indices.scalar_type());
+    const int64_t end = blocks.expect_int();
+    return indices.scalar_type() == at::kInt
+               ? shift<int32_t>(name, indices, first_row, end, shifted)
+               : shift<int64_t>(name, indices, first_row, end, shifted);
   }
+  // The op would refuse the same rows, by numbers that the caller has never seen.
   template <class T>
-  static Tensor shift(const Tensor& indices, int64_t first_row, Tensor& shifted) {
+  static Tensor shift(const char* name, const Tensor& indices, int64_t first_row, int64_t blocks,
+                      Tensor& shifted) {
     const T* from = indices.const_data_ptr<T>();
     T* to = shifted.mutable_data_ptr<T>();
     const int64_t S = shifted.dim() == 2 ? shifted.size(1) : 1;
@@ -125,6 +131,8 @@ struct Direct {
     for (int64_t n = 0; n < shifted.size(0); ++n) {
       for (int64_t j = 0; j < S; ++j) {
         const T row = from[n * indices.stride(0) + j * s_column];
+        TORCH_CHECK(row < blocks, name, ": state_indices: expected blocks below ", blocks, ", got ",
+                    row, " for sequence ", n);
         *to++ = row < first_row ? T(-1) : static_cast<T>(row - first_row);
       }
     }
@@ -154,13 +162,19 @@ struct Paged {
                 ": state: expected a pool with a null block, got ", paged.sym_sizes());
     TORCH_CHECK(indices.dim() == 1 || indices.dim() == 2, name,
                 ": state_indices: expected shape [N] or [N, S], got ", indices.sym_sizes());
+    const auto dtype = indices.scalar_type();
+    TORCH_CHECK(dtype == at::kInt || dtype == at::kLong, name,
+                ": state_indices: expected int32 or int64, got ", dtype);
     pool = first_row == 0 ? paged : Form::slice(paged, 0, first_row, paged.sym_size(0));
-    rows = first_row == 0 ? indices : Form::rows(indices, N, first_row);
+    rows = first_row == 0 ? indices : Form::rows(name, indices, N, first_row, paged.sym_size(0));
   }
 };
 
-SymInt sequences(const Tensor& batched, const OptTensor& cu_seqlens) {
-  return cu_seqlens ? cu_seqlens->sym_size(0) - 1 : batched.sym_size(0);
+SymInt sequences(const char* name, const Tensor& batched, const OptTensor& cu_seqlens) {
+  if (!cu_seqlens) return batched.sym_size(0);
+  TORCH_CHECK(cu_seqlens->dim() == 1 && cu_seqlens->sym_size(0) > 0, name,
+              ": cu_seqlens: expected shape [N+1], got ", cu_seqlens->sym_sizes());
+  return cu_seqlens->sym_size(0) - 1;
 }
 
 // Gates of one row a token, [tokens, HV], as [B, T, HV].
@@ -177,8 +191,9 @@ Tensor paged_recurrent(const Tensor& q, const Tensor& k, const Tensor& v, const 
                        const OptTensor& cu_seqlens, const OptTensor& num_accepted,
                        std::optional<double> scale, bool qk_l2norm) {
   static auto recurrent = op<RecurrentSignature>("gdn::recurrent");
-  TORCH_CHECK(q.dim() == 4, "paged_recurrent: q: expected [B, T, H, K], got ", q.sym_sizes());
-  Paged<Form> p("paged_recurrent", state, state_indices, sequences(q, cu_seqlens), 1);
+  constexpr auto name = "paged_recurrent";
+  TORCH_CHECK(q.dim() == 4, name, ": q: expected [B, T, H, K], got ", q.sym_sizes());
+  Paged<Form> p(name, state, state_indices, sequences(name, q, cu_seqlens), 1);
   return Form::call(recurrent, q, k, v, g, beta, p.pool, p.rows, std::nullopt, cu_seqlens,
                     num_accepted, scale, qk_l2norm);
 }
@@ -203,7 +218,7 @@ Tensor paged_recurrent_gated(const Tensor& q, const Tensor& k, const Tensor& v, 
   const bool one_batch = v.dim() == 3;
   const auto batched = [&](const Tensor& t) { return one_batch ? Form::insert(t, 0) : t; };
   const Tensor q4 = batched(q), v4 = batched(v);
-  Paged<Form> p(name, state, state_indices, sequences(q4, cu_seqlens), first_row);
+  Paged<Form> p(name, state, state_indices, sequences(name, q4, cu_seqlens), first_row);
   if (kv_rows) p.pool = Form::swap(p.pool, 2, 3);
   const Tensor o = Form::call(recurrent, q4, batched(k), v4, per_token<Form>(a, v4),
                               per_token<Form>(b, v4), A_log, dt_bias, p.pool, p.rows, std::nullopt,
@@ -236,6 +251,11 @@ void paged_decode_packed(const Tensor& mixed_qkv, const Tensor& a, const Tensor&
                         out.device() == mixed_qkv.device(),
                     name, ": out: expected shape [", B, ", 1, ", HV, ", ", V, "] on ",
                     mixed_qkv.device(), ", got ", out.sym_sizes(), " on ", out.device());
+  TORCH_CHECK(at::isFloatingType(out.scalar_type()), name, ": out: expected a floating dtype, got ",
+              out.scalar_type());
+  TORCH_CHECK(at::has_internal_overlap(out) != at::MemOverlap::Yes, name,
+              ": out: is written, so no two elements may share memory, got strides ",
+              out.sym_strides());
   TORCH_CHECK(!out.requires_grad() || !at::GradMode::is_enabled(), name,
               ": out: is written, so it may not require grad");
   // [B, heads * size] -> [B, 1, heads, size]
@@ -276,7 +296,7 @@ Tensor paged_short_conv(const Tensor& x, const Tensor& weight, const OptTensor& 
                                 : tokens;
   Paged<Form> p(name, conv_state,
                 state_indices.dim() == 2 ? Form::first(state_indices, 1) : state_indices,
-                sequences(wide, cu_seqlens), first_row);
+                sequences(name, wide, cu_seqlens), first_row);
   if (channels_last) p.pool = Form::swap(p.pool, 1, 2);
   const Tensor y = Form::call(short_conv, wide, weight, bias, p.pool, p.rows, has_initial_state,
                               cu_seqlens, num_accepted, activation, true);

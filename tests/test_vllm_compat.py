@@ -573,6 +573,111 @@ def test_cpu_convolution_and_its_packed_weights():
             )  # fmt: skip
 
 
+# --- what engines should not pass, and what they may
+
+
+def packed_decode(m, pool, indices, out=None):
+    N = m["x"].shape[0]
+    out = torch.empty(N, 1, HV, V, dtype=m["x"].dtype) if out is None else out
+    vllm.fused_recurrent_gated_delta_rule_packed_decode(
+        m["x"], m["a"], m["b"], m["A_log"], m["dt_bias"], 0.5, pool, out, indices
+    )
+    return out
+
+
+@pytest.mark.parametrize("kind", ["integers", "complex", "expanded"])
+def test_unfit_out_is_refused_before_the_state_is_written(kind):
+    def unfit(*shape):
+        if kind == "expanded":
+            return torch.empty(1, *shape[1:]).expand(shape)
+        return torch.empty(shape, dtype=torch.int32 if kind == "integers" else torch.complex64)
+
+    m, indices = layer(3), torch.tensor([3, 1, 5])
+    for pool, call in (
+        (make_pool(P, HV, V, K), lambda S: packed_decode(m, S, indices, unfit(3, 1, HV, V))),
+        (
+            conv_pool(3),
+            lambda S: vllm.causal_conv1d_update(
+                m["x"], S, m["weight"], conv_state_indices=indices, out=unfit(3, C)
+            ),
+        ),
+    ):
+        before = pool.clone()
+        with pytest.raises((RuntimeError, ValueError), match="out: "):
+            call(pool)
+        assert torch.equal(pool, before)
+    if kind != "expanded":
+        q, k, v, g, beta = qkv(3)
+        with pytest.raises(ValueError, match="core_attn_out: expected a floating dtype"):
+            vllm.chunk_gated_delta_rule(q, k, v, g, beta, core_attn_out=unfit(1, 3, HV, V))
+
+
+def test_errors_count_blocks_as_the_engine_does():
+    m, pool, conv = layer(3), make_pool(P, HV, V, K), conv_pool(3)
+    kept = pool.clone(), conv.clone()
+    q, k, v, g, beta = qkv(3)
+    cu = torch.tensor([0, 1, 2, 3])
+    for block in (P, 2**40):
+        indices = torch.tensor([3, 1, block])
+        for call in (
+            lambda i: packed_decode(m, pool, i),
+            lambda i: vllm.fused_recurrent_gated_delta_rule(
+                q, k, v, g, beta, None, pool, True, cu, i
+            ),
+            lambda i: vllm.causal_conv1d_update(m["x"], conv, m["weight"], conv_state_indices=i),
+        ):
+            message = f"expected blocks below {P}, got {block} for sequence 2"
+            with pytest.raises(RuntimeError, match=message):
+                call(indices)
+            with pytest.raises(RuntimeError, match="state_indices: expected int32 or int64"):
+                call(torch.tensor([True, False, True]))
+    assert torch.equal(pool, kept[0]) and torch.equal(conv, kept[1])
+
+
+def test_offsets_without_an_entry_are_refused_by_name():
+    q, k, v, g, beta = qkv(0)
+    m, none = layer(0), torch.zeros(0, dtype=torch.int32)
+    with pytest.raises(RuntimeError, match="cu_seqlens: expected shape"):
+        vllm.fused_recurrent_gated_delta_rule(
+            q, k, v, g, beta, None, make_pool(P, HV, V, K), True, none, none
+        )
+    with pytest.raises(RuntimeError, match="cu_seqlens: expected shape"):
+        vllm.causal_conv1d_fn(m["x"].t(), m["weight"], None, conv_pool(3), none, none)
+
+
+def test_nothing_to_do_is_done():
+    """Batches without sequences and sequences without tokens, by the paths without indices."""
+    m, pool, conv = layer(0), make_pool(P, HV, V, K), conv_pool(3)
+    kept = pool.clone(), conv.clone()
+    assert vllm.causal_conv1d_update(m["x"], conv, m["weight"]).shape == (0, C)
+    y = vllm.causal_conv1d_update(torch.empty(3, C, 0), conv, m["weight"])
+    assert y.shape == (3, C, 0)
+    q, k, v, g, beta = make_qkv(3, 0, H, HV, K, V)
+    o, states = vllm.fused_recurrent_gated_delta_rule(q, k, v, g, beta, None, pool, False)
+    assert o.shape == (3, 0, HV, V) and states.shape == (0, HV, V, K)
+    assert torch.equal(pool, kept[0]) and torch.equal(conv, kept[1])
+
+
+def test_no_padding_slot_is_no_slot():
+    """pad_slot_id=None: negative rows and block 0 are padding, as without it."""
+    m, indices, has = layer(6), torch.tensor([3, 0, -1]), torch.ones(3, dtype=torch.bool)
+    cu = torch.tensor([0, 3, 5, 6])
+    for source, x, turn in ((vllm, m["x"].t(), False), (vllm_kunlun, m["x"], True)):
+        results = []
+        for kwargs in ({}, {"pad_slot_id": None}):
+            pool = conv_pool(3)
+            states = pool.transpose(1, 2) if turn else pool
+            given = {"conv_states": states, "query_start_loc": cu, "cache_indices": indices}
+            y = source.causal_conv1d_fn(
+                x, m["weight"], None, has_initial_state=has, **given, **kwargs
+            )
+            update = source.causal_conv1d_update(
+                m["x"][:3], states, m["weight"], conv_state_indices=indices, **kwargs
+            )
+            results.append((y, update, pool))
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 # --- vLLM-Kunlun
 
 
@@ -883,7 +988,7 @@ def test_rows_at_the_ends_of_their_type():
         low = torch.tensor([ends.min, 0], dtype=dtype)
         o = torch.ops.gdn.paged_recurrent(q, k, v, g, beta, pool, low)
         assert torch.equal(pool, before) and not o.any()
-        with pytest.raises(RuntimeError, match="below P"):
+        with pytest.raises(RuntimeError, match=f"blocks below {P}"):
             torch.ops.gdn.paged_recurrent(
                 q, k, v, g, beta, pool, torch.tensor([ends.max, 0], dtype=dtype)
             )
@@ -898,7 +1003,7 @@ def test_paged_ops_raise_before_writing():
         torch.ops.gdn.paged_recurrent(q, k, v, g, beta, pool[:0], rows_)
     with pytest.raises(RuntimeError, match=r"\[N\] or \[N, S\]"):
         torch.ops.gdn.paged_recurrent(q, k, v, g, beta, pool, rows_[:, None, None])
-    with pytest.raises(RuntimeError, match="below P"):
+    with pytest.raises(RuntimeError, match=f"blocks below {P}"):
         torch.ops.gdn.paged_recurrent(q, k, v, g, beta, pool, rows_ + 4)
     with pytest.raises(RuntimeError, match="columns"):
         gates = (m["a"], m["b"], m["A_log"], m["dt_bias"])

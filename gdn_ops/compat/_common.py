@@ -45,6 +45,15 @@ def check_out(op: str, out: Tensor, like: Tensor) -> None:
             f"{op}: out: expected shape {tuple(like.shape)} on {like.device}, got "
             f"{tuple(out.shape)} on {out.device}"
         )
+    if not out.is_floating_point():
+        raise ValueError(f"{op}: out: expected a floating dtype, got {out.dtype}")
+    if not out.is_contiguous() and any(
+        n > 1 and s == 0 for n, s in zip(out.shape, out.stride(), strict=True)
+    ):
+        raise ValueError(
+            f"{op}: out: is written, so no two elements may share memory, got strides "
+            f"{out.stride()}"
+        )
     if out.requires_grad and torch.is_grad_enabled():
         raise RuntimeError(f"{op}: out: is written, so it may not require grad")
 

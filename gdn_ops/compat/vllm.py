@@ -129,7 +129,7 @@ def _states_of_every_token(
     dtype = torch.float32 if initial_state is None else initial_state.dtype
     states = v.new_zeros((total, v.shape[2], v.shape[3], q.shape[3]), dtype=dtype)
     if cu_seqlens is None:
-        starts = torch.arange(0, N * T, max(T, 1), device=q.device)[:N]
+        starts = torch.arange(N, device=q.device) * T
         lengths = torch.full_like(starts, T)
     else:
         starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
@@ -148,7 +148,7 @@ def _states_of_every_token(
             if num_accepted is not None:
                 live = live & (num_accepted[:N] >= 1)
         states[starts[live]] = initial_state[source[live]]
-    token = torch.arange(T, device=q.device)
+    token = torch.arange(max(T, 1), device=q.device)
     rows = starts[:, None] + token
     rows = torch.where((token < lengths[:, None]) & live[:, None], rows, PAD_SLOT_ID)
     o = _recurrent(q, k, v, g, beta, states, rows, None, cu_seqlens, None, scale, qk_l2norm)
@@ -286,6 +286,11 @@ def chunk_gated_delta_rule(
         initial_state = initial_state.float()
     o, state = chunk(q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm_in_kernel)
     if core_attn_out is not None:
+        if not core_attn_out.is_floating_point():
+            raise ValueError(
+                "chunk_gated_delta_rule: core_attn_out: expected a floating dtype, got "
+                f"{core_attn_out.dtype}"
+            )
         target = core_attn_out.view(-1)[: o.numel()].view(o.shape)
         o = target.copy_(o)
     return o, state if output_final_state else None
@@ -358,7 +363,7 @@ def causal_conv1d_fn(
     cache_indices: Tensor | None = None,
     has_initial_state: Tensor | None = None,
     activation: bool | str | None = "silu",
-    pad_slot_id: int = PAD_SLOT_ID,
+    pad_slot_id: int | None = PAD_SLOT_ID,
     null_block_id: int | None = NULL_BLOCK_ID,
     block_idx_first_scheduled_token: Tensor | None = None,
     block_idx_last_scheduled_token: Tensor | None = None,
@@ -408,10 +413,13 @@ def causal_conv1d_fn(
             block_size_to_align=block_size_to_align or None,
         )
     if has_initial_state is None:
-        N = query_start_loc.shape[0] - 1
-        has_initial_state = torch.zeros(N, dtype=torch.bool, device=x.device)
+        has_initial_state = torch.zeros_like(query_start_loc[1:], dtype=torch.bool)
     activation = activation_name(op, activation)
-    if cache_indices is not None and null_block_id == NULL_BLOCK_ID and pad_slot_id < 0:
+    if (
+        cache_indices is not None
+        and null_block_id == NULL_BLOCK_ID
+        and pad_slot_id in (PAD_SLOT_ID, None)
+    ):
         return _paged_short_conv(
             x, weight, bias, conv_states, cache_indices, has_initial_state, query_start_loc, None,
             activation, True,
@@ -442,7 +450,7 @@ def causal_conv1d_update(
     validate_data: bool = False,
     out: Tensor | None = None,
     *,
-    pad_slot_id: int = PAD_SLOT_ID,
+    pad_slot_id: int | None = PAD_SLOT_ID,
     cache_seqlens: Tensor | None = None,
 ) -> Tensor:
     """:func:`gdn_ops.short_conv` for a few tokens a sequence: decode and speculative decode.
@@ -490,7 +498,7 @@ def causal_conv1d_update(
     if (
         conv_state_indices is not None
         and null_block_id == NULL_BLOCK_ID
-        and pad_slot_id in (-1, None)
+        and pad_slot_id in (PAD_SLOT_ID, None)
     ):
         y = _paged_short_conv(
             x, weight, bias, conv_state, conv_state_indices, None, query_start_loc,
@@ -498,13 +506,14 @@ def causal_conv1d_update(
         )  # fmt: skip
         return y if out is None else out.copy_(y)
     rows = conv_state_indices
-    wide = x[None] if query_start_loc is not None else x.view(x.shape[0], x.shape[1], -1).mT
+    packed = query_start_loc is not None
+    wide = x[None] if packed else x.mT if x.dim() == 3 else x[:, None]  # [B, T, C]
     if rows is not None:
-        N = x.shape[0] if query_start_loc is None else query_start_loc.shape[0] - 1
+        N = query_start_loc.shape[0] - 1 if packed else x.shape[0]
         rows = without(rows if rows.dim() == 1 else rows[:, 0], N, null_block_id, pad_slot_id)
     y = _short_conv(
         wide, weight, bias, conv_state, rows, None, query_start_loc, num_accepted_tokens,
         activation, True,
     )  # fmt: skip
-    y = (y[0] if query_start_loc is not None else y.mT).reshape(x.shape)
+    y = y[0] if packed else y.mT if x.dim() == 3 else y[:, 0]
     return y if out is None else out.copy_(y)

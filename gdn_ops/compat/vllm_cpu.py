@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from gdn_ops.compat._common import (
@@ -209,7 +210,7 @@ def causal_conv1d_fwd_cpu(
         if value is None:
             raise ValueError(f"{op}: {name}: expected a tensor, got None")
     if has_initial_state is None:
-        has_initial_state = query_start_loc.new_zeros(query_start_loc.shape[0] - 1).bool()
+        has_initial_state = torch.zeros_like(query_start_loc[1:], dtype=torch.bool)
     weight = _plain_weight(op, weight, is_weight_packed)
     activation = "silu" if silu_activation else "none"
     if cache_indices is not None:

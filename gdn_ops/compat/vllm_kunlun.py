@@ -107,7 +107,7 @@ def causal_conv1d_fn(
     has_initial_state_cpu: Tensor | None = None,
     conv_states: Tensor | None = None,
     activation: bool | str | None = "silu",
-    pad_slot_id: int = PAD_SLOT_ID,
+    pad_slot_id: int | None = PAD_SLOT_ID,
     metadata=None,
     validate_data: bool = False,
 ) -> Tensor:
@@ -129,7 +129,11 @@ def causal_conv1d_fn(
     for name, value in (("query_start_loc", query_start_loc), ("conv_states", conv_states)):
         if value is None:
             raise ValueError(f"{op}: {name}: expected a tensor, got None")
-    if cache_indices is not None and has_initial_state is not None and pad_slot_id < 0:
+    if (
+        cache_indices is not None
+        and has_initial_state is not None
+        and pad_slot_id in (PAD_SLOT_ID, None)
+    ):
         return _paged_short_conv(
             x, weight, bias, conv_states, cache_indices, has_initial_state, query_start_loc, None,
             activation_name(op, activation), False, True,
@@ -153,7 +157,7 @@ def causal_conv1d_update(
     num_accepted_tokens_cpu: Tensor | None = None,
     query_start_loc: Tensor | None = None,
     max_query_len: int = -1,
-    pad_slot_id: int = PAD_SLOT_ID,
+    pad_slot_id: int | None = PAD_SLOT_ID,
     metadata=None,
     validate_data: bool = False,
 ) -> Tensor:
@@ -177,7 +181,7 @@ def causal_conv1d_update(
     if cache_seqlens is not None:
         refuse_given(op, "the state is no ring buffer", cache_seqlens=cache_seqlens)
     one_token = num_accepted_tokens is None and query_start_loc is None
-    if one_token and conv_state_indices is not None and pad_slot_id < 0:
+    if one_token and conv_state_indices is not None and pad_slot_id in (PAD_SLOT_ID, None):
         return _paged_short_conv(
             x, weight, bias, conv_state, conv_state_indices, None, None, None,
             activation_name(op, activation), False, True,
