@@ -325,6 +325,34 @@ def test_weights_replaced_and_moved_count(storage_pair):
     assert torch.equal(first_layer(patched)(hidden(1, 6)), got)
 
 
+def test_shared_parameters_stay_shared(storage_pair):
+    """Processes that were handed the model see each other's updates."""
+    plain, patched = storage_pair
+    model = copy.deepcopy(patched)
+    model.share_memory()
+    assert all(p.is_shared() for p in model.parameters())
+    assert torch.equal(model(tokens(1, 9)).logits, patched(tokens(1, 9)).logits)
+    fresh = copy.deepcopy(plain).share_memory()
+    gdn_ops.patch(fresh)
+    assert all(p.is_shared() for p in fresh.parameters())
+
+
+def test_patched_on_the_meta_device(storage_pair):
+    """A skeleton may be patched before its weights come."""
+    plain, _ = storage_pair
+    model = gdn_ops.patch(copy.deepcopy(plain).to("meta"))
+    model.load_state_dict(plain.state_dict(), assign=True)
+    model.model.rotary_emb = copy.deepcopy(plain.model.rotary_emb)  # its buffers are not saved
+    layer = first_layer(model)
+    assert layer.gdn_packed is not None
+    assert gdn_ops.active(model)["model.layers.0.linear_attn"] == "gdn_ops (full)"
+    torch.testing.assert_close(
+        model(tokens(1, 9)).logits, plain(tokens(1, 9)).logits, rtol=2e-3, atol=2e-3
+    )
+    with pytest.raises(ValueError, match="state_mode"):
+        gdn_ops.patch(copy.deepcopy(plain).to("meta"), state_mode="half")
+
+
 def test_wrapped_projections_are_called(storage_pair):
     """An adapter around a projection must not be bypassed by the packed weight."""
     plain, patched = (copy.deepcopy(m) for m in storage_pair)

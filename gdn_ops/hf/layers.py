@@ -144,6 +144,8 @@ class PatchedGatedDeltaNet:
         with torch.inference_mode(False), torch.no_grad():
             rows = self.gdn_rows()
             packed = torch.cat([w.detach() for w in weights])
+            if packed.device.type == "cpu" and all(w.is_shared() for w in weights):
+                packed.share_memory_()
             if rows is None:
                 for weight, part in zip(
                     weights, packed.split([w.shape[0] for w in weights]), strict=True

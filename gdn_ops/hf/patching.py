@@ -34,7 +34,9 @@ def patch(model: nn.Module, *, state_mode: str = "full", window: int = 16) -> nn
         )
         if ours is None:
             continue
-        if reason := layers.missing(state_mode, module.A_log.device.type):
+        # Parameters on the meta device will be loaded somewhere; the layer looks again then.
+        device = module.A_log.device.type
+        if reason := layers.missing(state_mode, "cpu" if device == "meta" else device):
             raise NotImplementedError(f"gdn_ops.patch: {reason}")
         found += 1
         module.__class__ = ours
