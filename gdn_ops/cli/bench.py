@@ -36,12 +36,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--list", action="store_true", help="list the families and stop")
     parser.add_argument("--quick", action="store_true", help="few shapes and short sampling")
-    parser.add_argument("--batch", help="batch sizes, like 1,16,256")
-    parser.add_argument("--heads", help="key/value heads, like 16/48,4/12")
-    parser.add_argument("--state", help="state dtypes, like f32,bf16")
+    parser.add_argument("--batch", help="batch sizes, like 1,16,256 (default: the family's)")
+    parser.add_argument("--heads", help="key/value heads, like 16/48,4/12 (default: the family's)")
+    parser.add_argument("--state", help="state dtypes, like f32,bf16 (default: the family's)")
     parser.add_argument("--no-peers", action="store_true", help="only ours")
     parser.add_argument("--no-compile", action="store_true", help="skip peers under torch.compile")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of the random inputs (0)")
     parser.add_argument(
         "--plot", metavar="PNG", help="plot time over batch size (needs matplotlib)"
     )

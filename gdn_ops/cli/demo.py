@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, default=1, help="sequences (default 1)")
     parser.add_argument("--hidden", type=int, default=256, help="hidden size (default 256)")
     parser.add_argument("--no-compile", action="store_true", help="eager only: much shorter")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of the model and the prompt (0)")
 
 
 def _generate(model, ids: torch.Tensor, tokens: int, compiled: bool) -> tuple[torch.Tensor, float]:

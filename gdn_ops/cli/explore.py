@@ -45,8 +45,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--goal", type=float, default=1e4, help="tokens a second (10000)")
     parser.add_argument("--layers", type=int, default=48, help="Gated DeltaNet layers (48)")
     parser.add_argument("--of", type=int, default=64, help="layers of the model (64)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--plot", metavar="PNG", help="plot time over batch size")
+    parser.add_argument("--seed", type=int, default=0, help="of the random inputs (0)")
+    parser.add_argument(
+        "--plot", metavar="PNG", help="plot time over batch size (needs matplotlib)"
+    )
 
 
 @dataclass

@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="STEPS",
         help="instead: the error after a long run, by state mode and dtype (2000)",
     )
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of the random inputs (0)")
     low = parser.add_argument_group("low rank")
     low.add_argument("--lowrank", action="store_true", help="errors of low-rank windows, by R")
     low.add_argument("--model", metavar="DIR", help="of which model (default: a small random one)")
