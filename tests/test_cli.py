@@ -12,7 +12,7 @@ from gdn_ops import bench
 from gdn_ops.bench import _timing
 
 pytest.importorskip("rich", reason="the command line needs rich")
-from gdn_ops.cli import COMMANDS, main
+from gdn_ops.cli import COMMANDS, explore, main
 
 
 def run_json(capsys, *args: str) -> tuple[int, dict]:
@@ -218,6 +218,20 @@ def test_demo_tokens_are_equal(capsys):
     ]  # fmt: skip
     for row in data["layer"]["eager"][:6]:
         assert row["transformers"] > 0 and row["gdn_ops"] > 0
+
+
+def test_explore_says_when_the_machine_was_disturbed():
+    """The first family of a run was slowed down eight times, the second not."""
+
+    def row(candidate, gbps, ratio=1.0):
+        return {"candidate": candidate, "state": "f32", "batch": 16, "ms": 1.0} | {
+            "gbps": gbps, "ratio": ratio,
+        }  # fmt: skip
+
+    quiet = explore.sweeps([row("gdn_ops", 70.0, 1.2)], [row("recurrent", 80.0)])
+    assert quiet == {16: [84e9, 80e9]} and explore.disturbance(quiet) is None
+    slow = explore.sweeps([row("gdn_ops", 12.0)], [row("recurrent", 80.0)])
+    assert "at 12 and at 80 GB/s" in explore.disturbance(slow)
 
 
 def test_explore_prints_every_table_and_the_verdict(capsys, monkeypatch, tmp_path):

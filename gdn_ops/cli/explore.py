@@ -188,6 +188,30 @@ def part_rows(args: argparse.Namespace, plan: Plan, out: Output, status) -> list
     return demo.layer_part(own, out, status)["layer"]["eager"]
 
 
+def sweeps(scaling: list[dict], matrix: list[dict]) -> dict[int, list[float]]:
+    """Bytes a second of the in-place sweeps beside the full float32 state, by batch."""
+    rates: dict[int, list[float]] = {}
+    for row in scaling:
+        if row["candidate"] == "gdn_ops" and row["ms"] is not None:
+            rates.setdefault(row["batch"], []).append(row["gbps"] * row["ratio"] * 1e9)
+    for row in matrix:
+        if (row["candidate"], row["state"]) == ("recurrent", "f32") and row["ms"] is not None:
+            rates.setdefault(row["batch"], []).append(row["gbps"] * row["ratio"] * 1e9)
+    return rates
+
+
+def disturbance(rates: dict[int, list[float]]) -> str | None:
+    """A warning, if the same sweep ran at different speeds: then other times are no better."""
+    for batch, found in rates.items():
+        if max(found) > 1.5 * min(found):
+            return (
+                f"measured: the same sweep at batch {batch} ran at {min(found) / 1e9:.3g} and at "
+                f"{max(found) / 1e9:.3g} GB/s in this run: something else used the machine, and "
+                "some of the times above are too long."
+            )
+    return None
+
+
 def projection_rows(
     args: argparse.Namespace, plan: Plan, measured: list[dict], bandwidth: float
 ) -> list[dict]:
@@ -396,8 +420,8 @@ def run(args: argparse.Namespace, out: Output) -> tuple[int, dict]:
         ["R", "log decay g", "largest difference", "relative L2"],
         [[str(r["R"]), r["g"], f"{r['max_abs']:.2e}", f"{r['rel_l2']:.2e}"] for r in quality],
     )
-    timed = [r for r in scaling if r["ms"] is not None and r["candidate"] == "gdn_ops"]
-    sweep = max((r["gbps"] * r["ratio"] * 1e9 for r in timed), default=0.0)
+    rates = sweeps(scaling, matrix)
+    sweep = max((max(r) for r in rates.values()), default=0.0)
     if not (bandwidth := args.bandwidth or sweep):
         raise UsageError("nothing was timed: give --bandwidth for the projection")
     projected = projection_rows(args, plan, matrix, bandwidth)
@@ -418,6 +442,8 @@ def run(args: argparse.Namespace, out: Output) -> tuple[int, dict]:
         ],
     )
     end = verdict(args, plan, scaling, parts, projected, bandwidth)
+    if line := disturbance(rates):
+        end["text"].append(line)
     for line in end["text"]:
         out.console.print(line, markup=False)
     if args.plot:
