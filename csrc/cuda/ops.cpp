@@ -190,8 +190,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> chunk_backward_op(
     const OptTensor& cu_seqlens, std::optional<double> scale, bool qk_l2norm, int64_t chunk_size) {
   const char* op = "chunk_backward";
   const c10::cuda::CUDAGuard guard(q.device());
-  const bool sixteen = q.scalar_type() == at::kBFloat16 || q.scalar_type() == at::kHalf;
-  if (sixteen && grad_o.scalar_type() == q.scalar_type()) {
+  if (q.scalar_type() != at::kDouble && grad_o.scalar_type() == q.scalar_type()) {
     // Gradients of sums come expanded, states as they please.
     const auto plain = [](const OptTensor& t) {
       return t ? OptTensor(t->to(at::kFloat).contiguous()) : OptTensor();

@@ -1,4 +1,4 @@
-// Gradients of chunked prefill on tensor cores, for 16-bit inputs. With the factors of the forward
+// Gradients of chunked prefill on tensor cores. With the factors of the forward
 // kernels, the rows of X and U those of tokens, and dZ the gradient of Z:
 //   X = v - w rk (S k)                      dU = M^T dO + D_n rk (dS k)
 //   U = (1 + A)^-1 (beta X)                 dY = (1 + A)^-T dU          Y = beta X
@@ -8,8 +8,9 @@
 //   chunk_states     first chunk to last: keeps S before each chunk, and U
 //   chunk_reverse    last chunk to first: keeps dS after each chunk, and dY
 //   chunk_gradients  all chunks at once: everything else
-// What is kept is rounded to the dtype of the inputs; sums and the states that the scans carry are
-// float32. As in chunk_scan a warp of a scan owns 16 rows of V and needs no other.
+// What is kept is rounded to the dtype of the inputs or, of float32, to two float16 parts; sums and
+// the states that the scans carry are float32. As in chunk_scan a warp of a scan owns 16 rows of V
+// and needs no other.
 #pragma once
 
 #include "chunk_factors.cuh"
@@ -18,7 +19,8 @@
 namespace gdn {
 namespace cuda {
 
-// Everything kept lies as panels, so that whole blocks of memory are copied.
+// Everything kept lies as panels, the parts of a whole behind one another, so that whole blocks of
+// memory are copied.
 struct BackwardLayout {
   ChunkLayout forward;
   // [slots][HV][V / 64][K / 64] panels: rows of V, columns of K
@@ -27,7 +29,7 @@ struct BackwardLayout {
   // [slots][HV][V / 64] panels: rows of tokens, columns of V
   unsigned char* updates = nullptr;
   unsigned char* target_gradients = nullptr;  // dY
-  // float16: [slots][HV][V / 64][4]: what each of the four above is to be multiplied by
+  // float16 parts: [slots][HV][V / 64][4]: what each of the four above is to be multiplied by
   float* scales = nullptr;
 };
 
@@ -47,7 +49,7 @@ __device__ __forceinline__ void copy_block(uint32_t to, const void* from, int th
 }
 
 template <int K>
-__host__ __device__ constexpr int state_bytes() {
+__host__ __device__ constexpr int state_bytes() {  // of a part
   return (K / 64) * kPanelBytes;
 }
 
@@ -107,8 +109,8 @@ __device__ __forceinline__ void write_state(float (&s)[K / 8][4], float* to, int
 }
 
 // A packed state out, through its warp's rows of shared panels.
-template <int K>
-__device__ __forceinline__ void keep_state(const uint32_t (&left)[K / 16][1][4],
+template <int K, int PARTS>
+__device__ __forceinline__ void keep_state(const uint32_t (&left)[K / 16][PARTS][4],
                                            unsigned char* panels, unsigned char* to, int warp,
                                            int lane) {
   const int g = lane >> 2, t = lane & 3;
@@ -118,43 +120,54 @@ __device__ __forceinline__ void keep_state(const uint32_t (&left)[K / 16][1][4],
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const int p = 2 * s + (i >> 1), row = 16 * warp + g + 8 * (i & 1);
-      *reinterpret_cast<uint32_t*>(panels + (p >> 3) * kPanelBytes + panel_offset(row, p & 7) +
-                                   4 * t) = left[s][0][i];
+#pragma unroll
+      for (int part = 0; part < PARTS; part++) {
+        *reinterpret_cast<uint32_t*>(panels + part * state_bytes<K>() + (p >> 3) * kPanelBytes +
+                                     panel_offset(row, p & 7) + 4 * t) = left[s][part][i];
+      }
     }
   }
   __syncwarp();
 #pragma unroll
-  for (int i = 0; i < K / 16; i++) {
+  for (int i = 0; i < PARTS * K / 16; i++) {
     const int at = (i >> 2) * kPanelBytes + warp * 2048 + (i & 3) * 512 + lane * 16;
     *reinterpret_cast<uint4*>(to + at) = *reinterpret_cast<const uint4*>(panels + at);
   }
 }
-// The transpose of 16 rows of V of all tokens, through its warp's columns of a shared panel.
-template <class T>
-__device__ __forceinline__ void keep_rows(const float (&x)[8][4], float by, unsigned char* panel,
+// The transpose of 16 rows of V of all tokens, through its warp's columns of shared panels.
+template <class IN>
+__device__ __forceinline__ void keep_rows(const float (&x)[8][4], float by, unsigned char* panels,
                                           unsigned char* to, int warp, int lane) {
+  using Form = Format<IN>;
+  using T = typename Form::T;
+  constexpr int PARTS = Form::kParts;
   __syncwarp();
 #pragma unroll
   for (int p = 0; p < 8; p += 2) {
-    uint32_t r[4];
+    uint32_t r[PARTS][4];
 #pragma unroll
     for (int m = 0; m < 4; m++) {
       const float (&from)[4] = x[p + (m >> 1)];
-      if constexpr (TypeOf<T>::value == DType::bf16) {
-        r[m] = pack_pair<T>(from[2 * (m & 1)], from[2 * (m & 1) + 1]);
-      } else {
-        r[m] = pack_pair<T>(by * from[2 * (m & 1)], by * from[2 * (m & 1) + 1]);
-      }
+      const float times = Form::kScaled ? by : 1.f;
+      uint32_t y[PARTS];
+      pack_parts<T>(y, times * from[2 * (m & 1)], times * from[2 * (m & 1) + 1]);
+#pragma unroll
+      for (int part = 0; part < PARTS; part++) r[part][m] = y[part];
     }
-    store_transposed(r, lane, [&](int l) {
-      return panel + panel_offset(8 * (p + (l >> 4)) + (l & 7), 2 * warp + ((l >> 3) & 1));
-    });
+#pragma unroll
+    for (int part = 0; part < PARTS; part++) {
+      store_transposed(r[part], lane, [&](int l) {
+        return panels + part * kPanelBytes +
+               panel_offset(8 * (p + (l >> 4)) + (l & 7), 2 * warp + ((l >> 3) & 1));
+      });
+    }
   }
   __syncwarp();
 #pragma unroll
-  for (int i = 0; i < 4; i++) {
-    const int at = panel_offset(16 * i + (lane >> 1), 2 * warp + (lane & 1));
-    *reinterpret_cast<uint4*>(to + at) = *reinterpret_cast<const uint4*>(panel + at);
+  for (int i = 0; i < 4 * PARTS; i++) {
+    const int at =
+        (i >> 2) * kPanelBytes + panel_offset(16 * (i & 3) + (lane >> 1), 2 * warp + (lane & 1));
+    *reinterpret_cast<uint4*>(to + at) = *reinterpret_cast<const uint4*>(panels + at);
   }
 }
 // Left operand: 16 rows of V, tokens 16 s ..., of a panel of tokens.
@@ -188,15 +201,17 @@ __device__ __forceinline__ void decay_all(float (&x)[N][4], float by) {
     scale_all(x, by);
   }
 }
-// c (16 x 64) = or += left (16 x 16 N) times the rows of panels; left running.
-template <class T, bool ADD, int N>
-__device__ __forceinline__ void times_rows(float (&c)[8][4], const uint32_t (&left)[N][1][4],
+// c (16 x 64) = or += left (16 x 16 N) times the rows of panels, as many for each part; left
+// running.
+template <class T, bool ADD, int N, int PARTS>
+__device__ __forceinline__ void times_rows(float (&c)[8][4], const uint32_t (&left)[N][PARTS][4],
                                            uint32_t base, uint32_t panels,
                                            const RightLanes& lanes) {
-  multiply_rows<T, ADD>(c, left[0], base, panels, 0, 0, 0, lanes);
+  constexpr int STEP = N / 4 * kPanelBytes;
+  multiply_rows<T, ADD>(c, left[0], base, panels, STEP, 0, 0, lanes);
 #pragma unroll
   for (int s = 1; s < N; s++) {
-    multiply_rows<T>(c, left[s], base, panels + (s >> 2) * kPanelBytes, 0, s & 3, 0, lanes);
+    multiply_rows<T>(c, left[s], base, panels + (s >> 2) * kPanelBytes, STEP, s & 3, 0, lanes);
   }
 }
 
@@ -231,9 +246,9 @@ __device__ __forceinline__ PowerOfTwo block_scale(const float* most_of_warps) {
   return PowerOfTwo(most, 4);
 }
 // Left operands of x times `by`.
-template <class T, int N>
-__device__ __forceinline__ void pack_scaled(uint32_t (&left)[N / 2][1][4], const float (&x)[N][4],
-                                            float by) {
+template <class T, int N, int PARTS>
+__device__ __forceinline__ void pack_scaled(uint32_t (&left)[N / 2][PARTS][4],
+                                            const float (&x)[N][4], float by) {
 #pragma unroll
   for (int s = 0; s < N / 2; s++) {
     if constexpr (TypeOf<T>::value == DType::bf16) {
@@ -256,21 +271,35 @@ constexpr int kBetaBytes = kChunk * 4;
 
 template <class IN, int K>
 struct StatesShared {
-  static constexpr int kInverse = state_bytes<K>(), kValues = kInverse + kPanelBytes;
-  static constexpr int kVectors = kValues + kPanelBytes, kBeta = kVectors + 1024;
+  static constexpr int kParts = Format<IN>::kParts, kState = kParts * state_bytes<K>();
+  static constexpr int kRows = kParts * kPanelBytes;
+  static constexpr int kInverse = kState, kValues = kInverse + kRows;
+  static constexpr int kVectors = kValues + kRows, kBeta = kVectors + 1024;
   static constexpr int kStage = kBeta + 1024;  // panels start at multiples of 1024
   template <int STAGES>
-  static constexpr int kBytes = STAGES * kStage + state_bytes<K>() + 32;  // and the largest values
+  static constexpr int kBytes = STAGES * kStage + kState + 32;  // and the largest values
 };
 
+// Keys of a chunk, rows of 16-bit elements or the parts that chunk_factors left.
+template <class IN, int K>
+__device__ __forceinline__ void copy_keys(uint32_t to, const IN* from, int64_t stride, int tokens,
+                                          const unsigned char* parts, int thread) {
+  if constexpr (Format<IN>::kParts == 1) {
+    copy_rows<K / 8>(to, from, stride, tokens, thread);
+  } else {
+    copy_block<Format<IN>::kParts * state_bytes<K>(), 128>(to, parts, thread);
+  }
+}
+
 template <class IN, int K, int STAGES>
-__global__ void __launch_bounds__(128, 2)
+__global__ void __launch_bounds__(128, Format<IN>::kParts == 1 ? 2 : 1)
     chunk_states(const __grid_constant__ ChunkBackwardArgs args,
                  const __grid_constant__ BackwardLayout x) {
   using Form = Format<IN>;
   using Shared = StatesShared<IN, K>;
   using T = typename Form::T;
   constexpr bool SCALED = Form::kScaled;
+  constexpr int PARTS = Form::kParts;
   extern __shared__ __align__(1024) unsigned char shared[];
   const ChunkArgs& a = args.forward;
   const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, t = lane & 3;
@@ -287,9 +316,10 @@ __global__ void __launch_bounds__(128, 2)
     const uint32_t stage = base + (c % STAGES) * Shared::kStage;
     const int64_t done = static_cast<int64_t>(c) * kChunk, head = own.head(a, c);
     const unsigned char* const factors = x.forward.factors + head * Form::kBytes;
-    copy_rows<K / 8>(stage, k + done * a.k.st, a.k.st, own.tokens(c), thread);
-    copy_rows<8>(stage + Shared::kValues, v + done * a.v.st, a.v.st, own.tokens(c), thread);
-    copy_block<kPanelBytes, 128>(stage + Shared::kInverse, factors, thread);
+    copy_keys<IN, K>(stage, k + done * a.k.st, a.k.st, own.tokens(c),
+                     x.forward.keys + ((own.slot + c) * a.H + own.hk) * 2 * Shared::kState, thread);
+    copy_values(stage + Shared::kValues, v + done * a.v.st, a.v.st, own.tokens(c), thread);
+    copy_block<Shared::kRows, 128>(stage + Shared::kInverse, factors, thread);
     copy_block<Form::kFloats * 4, 128>(stage + Shared::kVectors, factors + Form::kVectors, thread);
     copy_block<kBetaBytes, 128>(stage + Shared::kBeta, x.forward.beta + head * kChunk, thread);
   };
@@ -306,7 +336,7 @@ __global__ void __launch_bounds__(128, 2)
     read_state<K>(S, static_cast<const float*>(a.read.ptr) + row * K, lane);
   }
   float* const most_of_states =
-      reinterpret_cast<float*>(shared + STAGES * Shared::kStage + state_bytes<K>());
+      reinterpret_cast<float*>(shared + STAGES * Shared::kStage + Shared::kState);
   float* const most_of_rows = most_of_states + 4;
   if (SCALED) note_most(most_of_states, most_of(S), warp, lane);
   for (int c = 0; c < own.chunks; c++) {
@@ -328,19 +358,19 @@ __global__ void __launch_bounds__(128, 2)
       if (thread == 0) scales[0] = s_scale.back;
     }
     float X[8][4];
-    uint32_t left[K / 16][1][4];
+    uint32_t left[K / 16][PARTS][4];
     pack_scaled<T>(left, S, s_scale.by);
     settle(left);
     open_products();
     times_rows<T, false>(X, left, stage, 0, lanes);
     close_products();
-    keep_state<K>(left, panels, x.states + own.part(a, c) * state_bytes<K>(), warp, lane);
+    keep_state<K>(left, panels, x.states + own.part(a, c) * Shared::kState, warp, lane);
     await_products<0>(X);
-    uint32_t y[4][1][4];
+    uint32_t y[4][PARTS][4];
 #pragma unroll
     for (int s = 0; s < 4; s++) {
-      uint32_t values[4];
-      load_across(values, stage + Shared::kValues, s, warp, lane);
+      float values[2][2][2];
+      load_values<IN>(values, memory + Shared::kValues, s, warp, lane);
 #pragma unroll
       for (int half = 0; half < 2; half++) {
         const int at = 16 * s + 8 * half + 2 * t;
@@ -349,14 +379,14 @@ __global__ void __launch_bounds__(128, 2)
         float (&z)[4] = X[2 * s + half];
 #pragma unroll
         for (int row = 0; row < 2; row++) {
-          const float2 value = unpack_pair<T>(values[2 * half + row]);
+          const float (&value)[2] = values[half][row];
           if constexpr (SCALED) {
             z[2 * row] *= s_scale.back;
             z[2 * row + 1] *= s_scale.back;
           }
           // Where nothing of the old state is left, infinities are not either.
-          z[2 * row] = b.x * (value.x - (w.x == 0.f ? 0.f : w.x * z[2 * row]));
-          z[2 * row + 1] = b.y * (value.y - (w.y == 0.f ? 0.f : w.y * z[2 * row + 1]));
+          z[2 * row] = b.x * (value[0] - (w.x == 0.f ? 0.f : w.x * z[2 * row]));
+          z[2 * row + 1] = b.y * (value[1] - (w.y == 0.f ? 0.f : w.y * z[2 * row + 1]));
         }
       }
     }
@@ -365,10 +395,10 @@ __global__ void __launch_bounds__(128, 2)
     float U[8][4];
     settle(y);
     open_products();
-    multiply_columns<T, false>(U, y[0], stage, Shared::kInverse, 0, 0, 0, lanes);
+    multiply_columns<T, false>(U, y[0], stage, Shared::kInverse, kPanelBytes, 0, 0, lanes);
 #pragma unroll
     for (int s = 1; s < 4; s++) {
-      multiply_columns<T>(U, y[s], stage, Shared::kInverse, 0, s, s, lanes);
+      multiply_columns<T>(U, y[s], stage, Shared::kInverse, kPanelBytes, s, s, lanes);
     }
     close_products();
     decay_all(S, w_last);
@@ -381,8 +411,8 @@ __global__ void __launch_bounds__(128, 2)
       u_scale = block_scale<4>(most_of_rows);
       if (thread == 0) scales[2] = u_scale.back;
     }
-    keep_rows<T>(U, u_scale.by, memory + Shared::kValues, x.updates + own.part(a, c) * kPanelBytes,
-                 warp, lane);
+    keep_rows<IN>(U, u_scale.by, memory + Shared::kValues,
+                  x.updates + own.part(a, c) * Shared::kRows, warp, lane);
     scale_columns(U, vectors + 2 * kChunk, t);
     if constexpr (SCALED) {
       next_scale = warp_scale(fmaxf(most_of(S), most_of(U)));
@@ -393,7 +423,8 @@ __global__ void __launch_bounds__(128, 2)
     settle(y);
     open_products();
 #pragma unroll
-    for (int s = 0; s < 4; s++) multiply_columns<T>(S, y[s], stage, 0, 0, s, 0, lanes);
+    for (int s = 0; s < 4; s++)
+      multiply_columns<T>(S, y[s], stage, 0, state_bytes<K>(), s, 0, lanes);
     close_products();
     await_products<0>(S);
     if constexpr (SCALED) {
@@ -405,23 +436,31 @@ __global__ void __launch_bounds__(128, 2)
 
 template <class IN, int K>
 struct ReverseShared {
-  static constexpr int kQueries = state_bytes<K>(), kOutputs = 2 * state_bytes<K>();
+  static constexpr int kParts = Format<IN>::kParts, kState = kParts * state_bytes<K>();
+  static constexpr int kRows = kParts * kPanelBytes;
+  static constexpr int kQueries = kState, kOutputs = 2 * kState;
   // As chunk_factors leaves them: inverse, mixing, vectors.
-  static constexpr int kInverse = kOutputs + kPanelBytes, kMixing = kInverse + kPanelBytes;
-  static constexpr int kVectors = kMixing + kPanelBytes, kBeta = kVectors + 1024;
+  static constexpr int kInverse = kOutputs + kRows, kMixing = kInverse + kRows;
+  static constexpr int kVectors = kMixing + kRows, kBeta = kVectors + 1024;
   static constexpr int kStage = kBeta + 1024;
+  // Behind the stages the state on its way out, dY (of two parts; else over dO), largest values.
   template <int STAGES>
-  static constexpr int kBytes = STAGES * kStage + state_bytes<K>() + 32;
+  static constexpr int kTargets = STAGES * kStage + kState;
+  template <int STAGES>
+  static constexpr int kMost = kTargets<STAGES> + (kParts == 2 ? kRows : 0);
+  template <int STAGES>
+  static constexpr int kBytes = kMost<STAGES> + 32;
 };
 
 template <class IN, int K, int STAGES>
-__global__ void __launch_bounds__(128, STAGES > 1 ? 1 : 2)
+__global__ void __launch_bounds__(128, STAGES > 1 || Format<IN>::kParts == 2 ? 1 : 2)
     chunk_reverse(const __grid_constant__ ChunkBackwardArgs args,
                   const __grid_constant__ BackwardLayout x) {
   using Form = Format<IN>;
   using Shared = ReverseShared<IN, K>;
   using T = typename Form::T;
   constexpr bool SCALED = Form::kScaled;
+  constexpr int PARTS = Form::kParts;
   extern __shared__ __align__(1024) unsigned char shared[];
   const ChunkArgs& a = args.forward;
   const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, t = lane & 3;
@@ -439,9 +478,12 @@ __global__ void __launch_bounds__(128, STAGES > 1 ? 1 : 2)
   const auto ask = [&](int c) {
     const uint32_t stage = base + (c % STAGES) * Shared::kStage;
     const int64_t done = static_cast<int64_t>(c) * kChunk, head = own.head(a, c);
-    copy_rows<K / 8>(stage, k + done * a.k.st, a.k.st, own.tokens(c), thread);
-    copy_rows<K / 8>(stage + Shared::kQueries, q + done * a.q.st, a.q.st, own.tokens(c), thread);
-    copy_rows<8>(stage + Shared::kOutputs, d + done * grad_o.st, grad_o.st, own.tokens(c), thread);
+    const unsigned char* const parts =
+        x.forward.keys + ((own.slot + c) * a.H + own.hk) * 2 * Shared::kState;
+    copy_keys<IN, K>(stage, k + done * a.k.st, a.k.st, own.tokens(c), parts, thread);
+    copy_keys<IN, K>(stage + Shared::kQueries, q + done * a.q.st, a.q.st, own.tokens(c),
+                     parts + Shared::kState, thread);
+    copy_values(stage + Shared::kOutputs, d + done * grad_o.st, grad_o.st, own.tokens(c), thread);
     copy_block<Form::kVectors + Form::kFloats * 4, 128>(
         stage + Shared::kInverse, x.forward.factors + head * Form::kBytes, thread);
     copy_block<kBetaBytes, 128>(stage + Shared::kBeta, x.forward.beta + head * kChunk, thread);
@@ -458,8 +500,7 @@ __global__ void __launch_bounds__(128, STAGES > 1 ? 1 : 2)
   if (args.grad_state.ptr) {
     read_state<K>(S, static_cast<const float*>(args.grad_state.ptr) + home, lane);
   }
-  float* const most_of_states =
-      reinterpret_cast<float*>(shared + STAGES * Shared::kStage + state_bytes<K>());
+  float* const most_of_states = reinterpret_cast<float*>(shared + Shared::template kMost<STAGES>);
   float* const most_of_rows = most_of_states + 4;
   if (SCALED) note_most(most_of_states, most_of(S), warp, lane);
   for (int c = own.chunks - 1; c >= 0; c--) {
@@ -489,35 +530,66 @@ __global__ void __launch_bounds__(128, STAGES > 1 ? 1 : 2)
     }
     float U[8][4];  // dU
     {
-      uint32_t left[K / 16][1][4];
+      uint32_t left[K / 16][PARTS][4];
       pack_scaled<T>(left, S, s_scale.by);
       settle(left);
       open_products();
       times_rows<T, false>(U, left, stage, 0, lanes);
       close_products();
-      keep_state<K>(left, panels, x.state_gradients + own.part(a, c) * state_bytes<K>(), warp,
-                    lane);
+      keep_state<K>(left, panels, x.state_gradients + own.part(a, c) * Shared::kState, warp, lane);
       await_products<0>(U);
     }
     if constexpr (SCALED) scale_all(U, s_scale.back);
     scale_columns(U, vectors + 2 * kChunk, t);
-    uint32_t outputs[4][1][4];
+    uint32_t outputs[4][PARTS][4];  // dO; of two parts times what M lacks, and a power of two
+    // Two parts: dO times that and the decay from the start, as accumulators.
+    const auto load_outputs = [&](float (&o)[8][4], bool decayed) {
 #pragma unroll
-    for (int s = 0; s < 4; s++) {
-      load_across(outputs[s][0], stage + Shared::kOutputs, s, warp, lane);
+      for (int s = 0; s < 4; s++) {
+        float given[2][2][2];
+        load_values<IN>(given, memory + Shared::kOutputs, s, warp, lane);
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+          const float* const at = vectors + 16 * s + 8 * half + 2 * t;
+          float2 f = *reinterpret_cast<const float2*>(at + 3 * kChunk);
+          if (decayed) {
+            const float2 w = *reinterpret_cast<const float2*>(at + kChunk);
+            f = make_float2(f.x * w.x, f.y * w.y);
+          }
+#pragma unroll
+          for (int row = 0; row < 2; row++) {
+            o[2 * s + half][2 * row] = f.x * given[half][row][0];
+            o[2 * s + half][2 * row + 1] = f.y * given[half][row][1];
+          }
+        }
+      }
+    };
+    PowerOfTwo o_scale;
+    if constexpr (PARTS == 1) {
+#pragma unroll
+      for (int s = 0; s < 4; s++) {
+        load_across(outputs[s][0], stage + Shared::kOutputs, s, warp, lane);
+      }
+    } else {
+      float o[8][4];
+      load_outputs(o, false);
+      o_scale = warp_scale(most_of(o));
+      pack_scaled<T>(outputs, o, o_scale.by);
+      scale_all(U, o_scale.by);
     }
     settle(U);
     settle(outputs);
     open_products();
 #pragma unroll
     for (int s = 0; s < 4; s++) {
-      multiply_columns<T>(U, outputs[s], stage, Shared::kMixing, 0, s, 0, lanes);
+      multiply_columns<T>(U, outputs[s], stage, Shared::kMixing, kPanelBytes, s, 0, lanes);
     }
     close_products();
     decay_all(S, w_last);
     await_products<0>(U);
+    if constexpr (PARTS == 2) scale_all(U, o_scale.back);
     float Y[8][4];  // dY
-    uint32_t y[4][1][4];
+    uint32_t y[4][PARTS][4];
     if constexpr (SCALED) u_scale = warp_scale(most_of(U));
     pack_scaled<T>(y, U, u_scale.by);
     settle(y);
@@ -547,7 +619,7 @@ __global__ void __launch_bounds__(128, STAGES > 1 ? 1 : 2)
       open_products();
 #pragma unroll
       for (int s = 0; s < 4; s++) {
-        multiply_columns<T>(S, outputs[s], stage, Shared::kQueries, 0, s, 0, lanes);
+        multiply_columns<T>(S, outputs[s], stage, Shared::kQueries, state_bytes<K>(), s, 0, lanes);
       }
       close_products();
     };
@@ -563,8 +635,10 @@ __global__ void __launch_bounds__(128, STAGES > 1 ? 1 : 2)
       add_outputs();
       await_products<1>(Y);
     }
-    keep_rows<T>(Y, u_scale.by, memory + Shared::kOutputs,
-                 x.target_gradients + own.part(a, c) * kPanelBytes, warp, lane);
+    keep_rows<IN>(
+        Y, u_scale.by,
+        PARTS == 1 ? memory + Shared::kOutputs : shared + Shared::template kTargets<STAGES>,
+        x.target_gradients + own.part(a, c) * Shared::kRows, warp, lane);
 #pragma unroll
     for (int p = 0; p < 8; p++) {
       const float2 w = *reinterpret_cast<const float2*>(vectors + 8 * p + 2 * t);
@@ -575,21 +649,29 @@ __global__ void __launch_bounds__(128, STAGES > 1 ? 1 : 2)
     PowerOfTwo next_scale;
     if constexpr (SCALED) {
       float most = fmaxf(most_of(S), most_of(Y));
-      each_output([&](uint32_t&, float low, float high) {
-        most = fmaxf(most, fmaxf(fabsf(low), fabsf(high)));
-      });
-      next_scale = warp_scale(most);
+      if constexpr (PARTS == 1) {
+        each_output([&](uint32_t&, float low, float high) {
+          most = fmaxf(most, fmaxf(fabsf(low), fabsf(high)));
+        });
+        next_scale = warp_scale(most);
+        each_output([&](uint32_t& r, float low, float high) {
+          r = pack_pair<T>(next_scale.by * low, next_scale.by * high);
+        });
+      } else {
+        float o[8][4];
+        load_outputs(o, true);
+        next_scale = warp_scale(fmaxf(most, most_of(o)));
+        pack_scaled<T>(outputs, o, next_scale.by);
+      }
       scale_all(S, next_scale.by);
-      each_output([&](uint32_t& r, float low, float high) {
-        r = pack_pair<T>(next_scale.by * low, next_scale.by * high);
-      });
       add_outputs();
     }
     pack_scaled<T>(y, Y, next_scale.by);
     settle(y);
     open_products();
 #pragma unroll
-    for (int s = 0; s < 4; s++) multiply_columns<T>(S, y[s], stage, 0, 0, s, 0, lanes);
+    for (int s = 0; s < 4; s++)
+      multiply_columns<T>(S, y[s], stage, 0, state_bytes<K>(), s, 0, lanes);
     close_products();
     await_products<0>(S);
     if constexpr (SCALED) {
@@ -613,18 +695,22 @@ struct GradientSums {
 template <class IN, int K, int STAGES>
 struct GradientsShared {
   static constexpr int kThreads = 512;
-  static constexpr int kKeys = 0, kQueries = state_bytes<K>(), kStages = 2 * state_bytes<K>();
+  static constexpr int kParts = Format<IN>::kParts, kWhole = kParts * state_bytes<K>();
+  static constexpr int kRows = kParts * kPanelBytes;
+  static constexpr int kKeys = 0, kQueries = kWhole, kStages = 2 * kWhole;
   // A stage: 64 rows of V of a value head.
-  static constexpr int kState = 0, kStateGradient = state_bytes<K>();
-  static constexpr int kOutputs = 2 * state_bytes<K>(), kTargets = kOutputs + kPanelBytes;
-  static constexpr int kUpdates = kTargets + kPanelBytes, kValues = kUpdates + kPanelBytes;
-  static constexpr int kStage = kValues + kPanelBytes;
+  static constexpr int kState = 0, kStateGradient = kWhole;
+  static constexpr int kOutputs = 2 * kWhole, kTargets = kOutputs + kRows;
+  static constexpr int kUpdates = kTargets + kRows, kValues = kUpdates + kRows;
+  static constexpr int kStage = kValues + (kParts == 1 ? kPanelBytes : 0);
   static constexpr int kProducts = kStages + STAGES * kStage;
-  static constexpr int kFloats = kProducts + 16 * kThreads * 4;  // rk, rq, sums, scales, gates
-  static constexpr int kSums = kFloats + 2 * kChunk * 4;
+  static constexpr int kFloats = kProducts + 16 * kThreads * 4;  // norms, sums, scales, gates
+  // rk, rq and, with two parts, those without powers of two, and what rows of dO are divided by.
+  static constexpr int kSums = kFloats + (kParts == 1 ? 2 : 5) * kChunk * 4;
   static constexpr int kScales = kSums + 2 * static_cast<int>(sizeof(GradientSums));
   static constexpr int kGates = kScales + 2 * 16;
-  static int bytes(int ratio) { return kGates + 3 * kChunk * 4 * ratio; }
+  static constexpr int kVectors = kParts == 1 ? 3 : 4;  // of gates
+  static int bytes(int ratio) { return kGates + kVectors * kChunk * 4 * ratio; }
 };
 
 // Sums over the lanes that hold the same columns (eight of a warp): lane 4 g + t ends with that of
@@ -647,6 +733,28 @@ __device__ __forceinline__ float column_sums(const float (&x)[4][2], int lane) {
   return (lane & 4 ? b[1] : b[0]) + __shfl_xor_sync(kFullMask, lane & 4 ? b[0] : b[1], 4);
 }
 
+// Two tiles += left, in parts, times right operands at `from`, `step` bytes to
+// the next part.
+template <class T, bool TRANSPOSED, int PARTS>
+__device__ __forceinline__ void multiply_two(float (&c0)[4], float (&c1)[4],
+                                             const uint32_t (&left)[PARTS][4], uint32_t from,
+                                             uint32_t step) {
+#pragma unroll
+  for (int part = PARTS - 1; part >= 0; part--) {
+    uint32_t b[4];
+    if constexpr (TRANSPOSED) {
+      load_transposed(b, from + part * step);
+    } else {
+      load_matrices(b, from + part * step);
+    }
+#pragma unroll
+    for (int y = PARTS - 1 - part; y >= 0; y--) {
+      mma_16x8x16<T>(c0, left[y], b[0], b[1]);
+      mma_16x8x16<T>(c1, left[y], b[2], b[3]);
+    }
+  }
+}
+
 // Products of a warp alone. Warp 4 x + r owns tokens 16 r ... and quarter x of the
 // columns of K; of the products between tokens, columns 32 (x % 2) ... of those with keys (x < 2)
 // or with queries on the left.
@@ -658,6 +766,7 @@ __global__ void __launch_bounds__(512, 1)
   using Shared = GradientsShared<IN, K, STAGES>;
   using T = typename Form::T;
   constexpr bool SCALED = Form::kScaled;
+  constexpr int PARTS = Form::kParts, GATES = Shared::kVectors;
   constexpr int THREADS = Shared::kThreads;
   constexpr int N = K / 32;  // tiles of 8 columns of K
   extern __shared__ __align__(1024) unsigned char shared[];
@@ -671,6 +780,8 @@ __global__ void __launch_bounds__(512, 1)
   const uint32_t base = shared_address(shared);
   float* const rk = reinterpret_cast<float*>(shared + Shared::kFloats);
   float* const rq = rk + kChunk;
+  float* const norms = PARTS == 1 ? rk : rq + kChunk;  // of keys, then queries: no powers of two
+  float* const output_back = norms + 2 * kChunk;       // two parts only
   GradientSums* const sums = reinterpret_cast<GradientSums*>(shared + Shared::kSums);
   float* const gates = reinterpret_cast<float*>(shared + Shared::kGates);
   wait_for_previous_kernel();
@@ -685,22 +796,38 @@ __global__ void __launch_bounds__(512, 1)
     if (SCALED && thread == 0) {
       copy_async(base + Shared::kScales + item % STAGES * 16, x.scales + part * 4);
     }
-    copy_block<state_bytes<K>(), THREADS>(stage + Shared::kState,
-                                          x.states + part * state_bytes<K>(), thread);
-    copy_block<state_bytes<K>(), THREADS>(stage + Shared::kStateGradient,
-                                          x.state_gradients + part * state_bytes<K>(), thread);
-    copy_block<kPanelBytes, THREADS>(stage + Shared::kTargets,
-                                     x.target_gradients + part * kPanelBytes, thread);
-    copy_block<kPanelBytes, THREADS>(stage + Shared::kUpdates, x.updates + part * kPanelBytes,
-                                     thread);
-    if (quarter < 2) {
+    copy_block<Shared::kWhole, THREADS>(stage + Shared::kState, x.states + part * Shared::kWhole,
+                                        thread);
+    copy_block<Shared::kWhole, THREADS>(stage + Shared::kStateGradient,
+                                        x.state_gradients + part * Shared::kWhole, thread);
+    copy_block<Shared::kRows, THREADS>(stage + Shared::kTargets,
+                                       x.target_gradients + part * Shared::kRows, thread);
+    copy_block<Shared::kRows, THREADS>(stage + Shared::kUpdates, x.updates + part * Shared::kRows,
+                                       thread);
+    if constexpr (PARTS == 2) {
+      const IN* const from = static_cast<const IN*>(args.grad_out.ptr) +
+                             offset_of(args.grad_out, own.b, own.start, hk * ratio + h) + v0;
+      pack_rows<IN, kScanRows, THREADS / 32>(shared + (stage - base) + Shared::kOutputs,
+                                             output_back, kChunk, false,
+                                             TokenRows{from, args.grad_out.st, own.tokens});
+    } else if (quarter < 2) {
       const View& from = quarter ? args.grad_out : a.v;
       const int64_t at = offset_of(from, own.b, own.start, hk * ratio + h) + v0;
       copy_rows<8>(stage + (quarter ? Shared::kOutputs : Shared::kValues),
                    static_cast<const IN*>(from.ptr) + at, from.st, own.tokens, thread & 127);
     }
   };
-  if (quarter < 2) {
+  if constexpr (PARTS == 2) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const View& from = i ? a.q : a.k;
+      pack_rows<IN, K, THREADS / 32>(
+          shared + (i ? Shared::kQueries : Shared::kKeys), rk + i * kChunk, kChunk, a.l2norm,
+          TokenRows{static_cast<const IN*>(from.ptr) + offset_of(from, own.b, own.start, hk),
+                    from.st, own.tokens},
+          norms + i * kChunk);
+    }
+  } else if (quarter < 2) {
     const View& from = quarter ? a.q : a.k;
     copy_rows<K / 8>(base + (quarter ? Shared::kQueries : Shared::kKeys),
                      static_cast<const IN*>(from.ptr) + offset_of(from, own.b, own.start, hk),
@@ -709,10 +836,10 @@ __global__ void __launch_bounds__(512, 1)
   commit_copies();
   ask(0);
   commit_copies();
-  load_decays<1>(gates, a, own, hk, ratio, thread >> 5, THREADS / 32, lane);
+  load_decays<PARTS>(gates, a, own, hk, ratio, thread >> 5, THREADS / 32, lane);
   wait_copies<1>();
   __syncthreads();
-  if (thread < 2 * kChunk) {
+  if (PARTS == 1 && thread < 2 * kChunk) {
     // Inverse norms: a thread for each row of k and of q.
     const int row = thread & 63;
     const unsigned char* const from = shared + (thread < kChunk ? Shared::kKeys : Shared::kQueries);
@@ -731,33 +858,47 @@ __global__ void __launch_bounds__(512, 1)
     rk[thread] = a.l2norm ? rsqrtf(sum + kL2Eps) : 1.f;  // rq lies behind
   }
 
-  // Rows 16 warp ... of a panel as left operands.
-  const auto load_rows = [&](uint32_t (&r)[4], uint32_t panel, int s) {
-    load_matrices(r, panel + panel_offset(16 * warp + (lane & 15), 2 * s + (lane >> 4)));
-  };
-  // Of rows of a panel, its part of the 64, as right operands along the sum.
-  const auto times_tokens = [&](float (&c)[4][4], const uint32_t (&left)[4], uint32_t panel,
-                                int s) {
+  // Rows 16 warp ... of a panel as left operands; `step` bytes to the next part.
+  const auto load_rows = [&](uint32_t (&r)[PARTS][4], uint32_t panel, int step, int s) {
 #pragma unroll
-    for (int p = 0; p < 2; p++) {
-      uint32_t b[4];
-      load_matrices(b, panel + (2 * half_of + p) * 2048 + lanes.plain + ((s << 5) ^ lanes.plain_x));
-      mma_16x8x16<T>(c[2 * p], left, b[0], b[1]);
-      mma_16x8x16<T>(c[2 * p + 1], left, b[2], b[3]);
+    for (int part = 0; part < PARTS; part++) {
+      load_matrices(r[part], panel + part * step +
+                                 panel_offset(16 * warp + (lane & 15), 2 * s + (lane >> 4)));
     }
   };
-  // Rows 16 s ... of panels of K columns, its quarter of them, two tiles at a time.
-  const auto load_right = [&](uint32_t (&b)[4], uint32_t panels, int s, int p) {
-    const int pair = quarter * (N / 2) + p;
-    load_transposed(b, panels + (pair >> 2) * kPanelBytes + s * 2048 + lanes.across +
-                           (((pair & 3) << 5) ^ lanes.across_x));
+  // Of rows of a panel, its part of the 64, as right operands along the sum.
+  const auto times_tokens = [&](float (&c)[4][4], const uint32_t (&left)[PARTS][4], uint32_t panel,
+                                int step, int s) {
+#pragma unroll
+    for (int p = 0; p < 2; p++) {
+      multiply_two<T, false>(
+          c[2 * p], c[2 * p + 1], left,
+          panel + (2 * half_of + p) * 2048 + lanes.plain + ((s << 5) ^ lanes.plain_x), step);
+    }
+  };
+  // c += left times rows 16 s ... of panels of K columns, its quarter of them.
+  const auto times_columns = [&](float (&c)[N][4], const uint32_t (&left)[PARTS][4],
+                                 uint32_t panels, int s) {
+#pragma unroll
+    for (int p = 0; p < N / 2; p++) {
+      const int pair = quarter * (N / 2) + p;
+      multiply_two<T, true>(c[2 * p], c[2 * p + 1], left,
+                            panels + (pair >> 2) * kPanelBytes + s * 2048 + lanes.across +
+                                (((pair & 3) << 5) ^ lanes.across_x),
+                            state_bytes<K>());
+    }
   };
   // The pair of k or q that a lane holds in accumulators of its quarter.
   const auto pair_of = [&](int panels, int p, int half) {
     const int tile = quarter * N + p;
-    return unpack_pair<T>(
-        *reinterpret_cast<const uint32_t*>(shared + panels + (tile >> 3) * kPanelBytes +
-                                           panel_offset(row0 + 8 * half, tile & 7) + 4 * t));
+    const unsigned char* const at = shared + panels + (tile >> 3) * kPanelBytes +
+                                    panel_offset(row0 + 8 * half, tile & 7) + 4 * t;
+    float2 y = unpack_pair<T>(*reinterpret_cast<const uint32_t*>(at));
+    if constexpr (PARTS == 2) {
+      const float2 z = unpack_pair<T>(*reinterpret_cast<const uint32_t*>(at + state_bytes<K>()));
+      y = make_float2(y.x + z.x, y.y + z.y);
+    }
+    return y;
   };
   // Whether any of its products between tokens is not above the diagonal.
   const bool below = 2 * half_of <= warp;
@@ -772,9 +913,10 @@ __global__ void __launch_bounds__(512, 1)
 #pragma unroll
       for (int s = 0; s < K / 16; s++) {
         const uint32_t panel = (s >> 2) * kPanelBytes;
-        uint32_t left[4];
-        load_rows(left, base + (side ? Shared::kQueries : Shared::kKeys) + panel, s & 3);
-        times_tokens(c, left, base + Shared::kKeys + panel, s & 3);
+        uint32_t left[PARTS][4];
+        load_rows(left, base + (side ? Shared::kQueries : Shared::kKeys) + panel, state_bytes<K>(),
+                  s & 3);
+        times_tokens(c, left, base + Shared::kKeys + panel, state_bytes<K>(), s & 3);
       }
     }
     __syncthreads();  // rk and rq are there
@@ -799,7 +941,7 @@ __global__ void __launch_bounds__(512, 1)
   // What a value head adds to log decays and beta, after its last slice.
   const auto finish_head = [&](int h) {
     const GradientSums& s = sums[h & 1];
-    const float* const decays = gates + h * 3 * kChunk;
+    const float* const decays = gates + h * GATES * kChunk;
     float net[2], later = 0.f;
 #pragma unroll
     for (int e = 0; e < 2; e++) {
@@ -862,7 +1004,7 @@ __global__ void __launch_bounds__(512, 1)
     }
     const uint32_t stage = base + Shared::kStages + item % STAGES * Shared::kStage;
     const unsigned char* const memory = shared + Shared::kStages + item % STAGES * Shared::kStage;
-    const float* const decays = gates + h * 3 * kChunk;
+    const float* const decays = gates + h * GATES * kChunk;
     const float* const beta = decays + 2 * kChunk;
     // What S, dS, U and dY are to be multiplied by.
     float4 by = make_float4(1.f, 1.f, 1.f, 1.f);
@@ -887,16 +1029,35 @@ __global__ void __launch_bounds__(512, 1)
     };
     float dot[2], factor[2];
 
+    float by_output[2] = {1.f, 1.f};  // what dO is to be multiplied by, a row each
+    if constexpr (PARTS == 2) {
+#pragma unroll
+      for (int half = 0; half < 2; half++) by_output[half] = output_back[row0 + 8 * half];
+    }
     if (below) {
-      const float scale = side ? by.z : by.z * by.w;
-      if constexpr (SCALED) scale_all(pairs, inverse_power(scale));
+      float scale[2];
+#pragma unroll
+      for (int half = 0; half < 2; half++) scale[half] = by.z * (side ? by_output[half] : by.w);
+      if constexpr (SCALED) {
+#pragma unroll
+        for (int p = 0; p < 4; p++) {
+#pragma unroll
+          for (int e = 0; e < 4; e++) pairs[p][e] *= inverse_power(scale[e >> 1]);
+        }
+      }
 #pragma unroll
       for (int s = 0; s < 4; s++) {
-        uint32_t left[4];
-        load_rows(left, stage + (side ? Shared::kOutputs : Shared::kTargets), s);
-        times_tokens(pairs, left, stage + Shared::kUpdates, s);
+        uint32_t left[PARTS][4];
+        load_rows(left, stage + (side ? Shared::kOutputs : Shared::kTargets), kPanelBytes, s);
+        times_tokens(pairs, left, stage + Shared::kUpdates, kPanelBytes, s);
       }
-      if constexpr (SCALED) scale_all(pairs, scale);
+      if constexpr (SCALED) {
+#pragma unroll
+        for (int p = 0; p < 4; p++) {
+#pragma unroll
+          for (int e = 0; e < 4; e++) pairs[p][e] *= scale[e >> 1];
+        }
+      }
     }
     {
       // Through the old state, to q and to k.
@@ -905,24 +1066,33 @@ __global__ void __launch_bounds__(512, 1)
       clear(to_k);
 #pragma unroll
       for (int s = 0; s < 4; s++) {
-        uint32_t outputs[4], targets[4];
-        load_rows(outputs, stage + Shared::kOutputs, s);
-        load_rows(targets, stage + Shared::kTargets, s);
+        uint32_t outputs[PARTS][4], targets[PARTS][4];
+        load_rows(outputs, stage + Shared::kOutputs, kPanelBytes, s);
+        load_rows(targets, stage + Shared::kTargets, kPanelBytes, s);
 #pragma unroll
         for (int p = 0; p < N / 2; p++) {
-          uint32_t b[4];
-          load_right(b, stage + Shared::kState, s, p);
-          mma_16x8x16<T>(to_q[2 * p], outputs, b[0], b[1]);
-          mma_16x8x16<T>(to_q[2 * p + 1], outputs, b[2], b[3]);
-          mma_16x8x16<T>(to_k[2 * p], targets, b[0], b[1]);
-          mma_16x8x16<T>(to_k[2 * p + 1], targets, b[2], b[3]);
+          const int pair = quarter * (N / 2) + p;
+#pragma unroll
+          for (int part = PARTS - 1; part >= 0; part--) {
+            uint32_t b[4];
+            load_transposed(b, stage + Shared::kState + part * state_bytes<K>() +
+                                   (pair >> 2) * kPanelBytes + s * 2048 + lanes.across +
+                                   (((pair & 3) << 5) ^ lanes.across_x));
+#pragma unroll
+            for (int y = PARTS - 1 - part; y >= 0; y--) {
+              mma_16x8x16<T>(to_q[2 * p], outputs[y], b[0], b[1]);
+              mma_16x8x16<T>(to_q[2 * p + 1], outputs[y], b[2], b[3]);
+              mma_16x8x16<T>(to_k[2 * p], targets[y], b[0], b[1]);
+              mma_16x8x16<T>(to_k[2 * p + 1], targets[y], b[2], b[3]);
+            }
+          }
         }
       }
       float w[2];
 #pragma unroll
       for (int half = 0; half < 2; half++) {
         w[half] = exp2_flushed(decays[row0 + 8 * half]);
-        factor[half] = a.scale * w[half] * by.x;
+        factor[half] = a.scale * w[half] * by.x * by_output[half];
       }
       add_rows(dq, to_q, factor, Shared::kQueries, dot);
 #pragma unroll
@@ -944,15 +1114,9 @@ __global__ void __launch_bounds__(512, 1)
       clear(to_k);
 #pragma unroll
       for (int s = 0; s < 4; s++) {
-        uint32_t updates[4];
-        load_rows(updates, stage + Shared::kUpdates, s);
-#pragma unroll
-        for (int p = 0; p < N / 2; p++) {
-          uint32_t b[4];
-          load_right(b, stage + Shared::kStateGradient, s, p);
-          mma_16x8x16<T>(to_k[2 * p], updates, b[0], b[1]);
-          mma_16x8x16<T>(to_k[2 * p + 1], updates, b[2], b[3]);
-        }
+        uint32_t updates[PARTS][4];
+        load_rows(updates, stage + Shared::kUpdates, kPanelBytes, s);
+        times_columns(to_k, updates, stage + Shared::kStateGradient, s);
       }
 #pragma unroll
       for (int half = 0; half < 2; half++) {
@@ -970,23 +1134,46 @@ __global__ void __launch_bounds__(512, 1)
       IN* const out = static_cast<IN*>(args.dv.ptr) +
                       offset_of(args.dv, own.b, own.start + row, hk * ratio + h) +
                       slice * kScanRows;
-      float y[8], z[8], share = 0.f;
-      Vec<T>::unpack(*reinterpret_cast<const uint4*>(memory + Shared::kTargets + at), y);
-      Vec<T>::unpack(*reinterpret_cast<const uint4*>(memory + Shared::kValues + at), z);
+      // Eight kept numbers, `step` bytes from one part to the next.
+      const auto read_kept = [&](float (&y)[8], int place, int step) {
+        Vec<T>::unpack(*reinterpret_cast<const uint4*>(memory + place), y);
+        if constexpr (PARTS == 2) {
+          float z[8];
+          Vec<T>::unpack(*reinterpret_cast<const uint4*>(memory + place + step), z);
+#pragma unroll
+          for (int e = 0; e < 8; e++) y[e] += z[e];
+        }
+      };
+      float y[8], z[8] = {}, share = 0.f;
+      read_kept(y, Shared::kTargets + at, kPanelBytes);
+      if constexpr (PARTS == 1) {
+        Vec<T>::unpack(*reinterpret_cast<const uint4*>(memory + Shared::kValues + at), z);
+      } else if (row < own.tokens) {
+        const IN* const from = static_cast<const IN*>(a.v.ptr) +
+                               offset_of(a.v, own.b, own.start + row, hk * ratio + h) +
+                               slice * kScanRows + 8 * piece;
+        Vec<IN>::unpack(*reinterpret_cast<const uint4*>(from), z);
+        Vec<IN>::unpack(*reinterpret_cast<const uint4*>(from + 4), z + 4);
+      }
       const float times = beta[row] * by.w;
 #pragma unroll
       for (int e = 0; e < 8; e++) {
         share = __fmaf_rn(y[e], z[e], share);
         y[e] *= times;
       }
-      if (row < own.tokens) *reinterpret_cast<uint4*>(out + 8 * piece) = Vec<T>::pack(y);
+      if (row < own.tokens) {
+#pragma unroll
+        for (int e = 0; e < 8; e += Vec<IN>::E) {
+          *reinterpret_cast<uint4*>(out + 8 * piece + e) = Vec<IN>::pack(y + e);
+        }
+      }
       values_share += by.w * share;
       share = 0.f;
 #pragma unroll
       for (int i = 0; i < state_bytes<K>() / (16 * THREADS); i++) {
         const int place = (thread + THREADS * i) * 16;
-        Vec<T>::unpack(*reinterpret_cast<const uint4*>(memory + Shared::kState + place), y);
-        Vec<T>::unpack(*reinterpret_cast<const uint4*>(memory + Shared::kStateGradient + place), z);
+        read_kept(y, Shared::kState + place, state_bytes<K>());
+        read_kept(z, Shared::kStateGradient + place, state_bytes<K>());
 #pragma unroll
         for (int e = 0; e < 8; e++) share = __fmaf_rn(y[e], z[e], share);
       }
@@ -1005,7 +1192,11 @@ __global__ void __launch_bounds__(512, 1)
         for (int e = 0; e < 4; e++) {
           const int half = e >> 1, i = row0 + 8 * half;
           const bool in = side ? j + (e & 1) <= i : j + (e & 1) < i;
-          const float difference = decays[i] - (e & 1 ? sum.y : sum.x);
+          float difference = decays[i] - (e & 1 ? sum.y : sum.x);
+          if constexpr (PARTS == 2) {
+            const float* const rest = decays + 3 * kChunk;
+            difference += rest[i] - rest[j + (e & 1)];
+          }
           const float decay = in ? exp2_flushed(fminf(difference, 0.f)) : 0.f;
           const float y = decay * pairs[p][e];
           const float z = (side ? a.scale : -beta[i]) * y;
@@ -1065,11 +1256,16 @@ __global__ void __launch_bounds__(512, 1)
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       const float y = shared_by_heads[p][2 * half], z = shared_by_heads[p][2 * half + 1];
-      unsigned char* const at = shared + Shared::kStages + 2 * side * kPanelBytes +
+      unsigned char* const at = shared + Shared::kStages + 2 * side * Shared::kRows +
                                 panel_offset(row0 + 8 * half, tile) + 4 * t;
-      *reinterpret_cast<uint32_t*>(at) = pack_pair<T>(column.x * y, column.y * z);
-      *reinterpret_cast<uint32_t*>(at + kPanelBytes) =
-          pack_pair<T>(row_norm[half] * y, row_norm[half] * z);
+      uint32_t r[PARTS], c[PARTS];
+      pack_parts<T>(c, column.x * y, column.y * z);
+      pack_parts<T>(r, row_norm[half] * y, row_norm[half] * z);
+#pragma unroll
+      for (int part = 0; part < PARTS; part++) {
+        *reinterpret_cast<uint32_t*>(at + part * kPanelBytes) = c[part];
+        *reinterpret_cast<uint32_t*>(at + Shared::kRows + part * kPanelBytes) = r[part];
+      }
     }
   }
   __syncthreads();
@@ -1079,27 +1275,24 @@ __global__ void __launch_bounds__(512, 1)
     if constexpr (SCALED) scale_all(c, scale.by);
 #pragma unroll
     for (int s = 0; s < 4; s++) {
-      uint32_t left[4];
+      uint32_t left[PARTS][4];
       if (transposed) {
-        load_across(left, panel, s, warp, lane);
-      } else {
-        load_rows(left, panel, s);
-      }
 #pragma unroll
-      for (int p = 0; p < N / 2; p++) {
-        uint32_t b[4];
-        load_right(b, base + right, s, p);
-        mma_16x8x16<T>(c[2 * p], left, b[0], b[1]);
-        mma_16x8x16<T>(c[2 * p + 1], left, b[2], b[3]);
+        for (int part = 0; part < PARTS; part++) {
+          load_across(left[part], panel + part * kPanelBytes, s, warp, lane);
+        }
+      } else {
+        load_rows(left, panel, kPanelBytes, s);
       }
+      times_columns(c, left, base + right, s);
     }
     if constexpr (SCALED) scale_all(c, scale.back);
   };
-  const uint32_t of_keys = base + Shared::kStages, of_queries = of_keys + 2 * kPanelBytes;
+  const uint32_t of_keys = base + Shared::kStages, of_queries = of_keys + 2 * Shared::kRows;
   add_product(dq, of_queries, false, Shared::kKeys, of_side[1]);
   add_product(dk, of_keys, false, Shared::kKeys, of_side[0]);
-  add_product(dk, of_keys + kPanelBytes, true, Shared::kKeys, of_side[0]);
-  add_product(dk, of_queries + kPanelBytes, true, Shared::kQueries, of_side[1]);
+  add_product(dk, of_keys + Shared::kRows, true, Shared::kKeys, of_side[0]);
+  add_product(dk, of_queries + Shared::kRows, true, Shared::kQueries, of_side[1]);
 
   // Through the norms: dk = rk (dk - rk^2 k (k . dk)).
   float q_dot[2] = {}, k_dot[2] = {};
@@ -1139,7 +1332,7 @@ __global__ void __launch_bounds__(512, 1)
   for (int half = 0; half < 2; half++) {
     const int i = row0 + 8 * half;
     if (i >= own.tokens) continue;
-    const float nq = rq[i], nk = rk[i];
+    const float nk = norms[i], nq = norms[kChunk + i];
     const int column = quarter * (K / 4) + 2 * t;
     IN* const to_q =
         static_cast<IN*>(args.dq.ptr) + offset_of(args.dq, own.b, own.start + i, hk) + column;
@@ -1148,12 +1341,17 @@ __global__ void __launch_bounds__(512, 1)
 #pragma unroll
     for (int p = 0; p < N; p++) {
       const float2 y = pair_of(Shared::kQueries, p, half), z = pair_of(Shared::kKeys, p, half);
-      *reinterpret_cast<uint32_t*>(to_q + 8 * p) =
-          pack_pair<T>(nq * (dq[p][2 * half] - y.x * q_dot[half]),
-                       nq * (dq[p][2 * half + 1] - y.y * q_dot[half]));
-      *reinterpret_cast<uint32_t*>(to_k + 8 * p) =
-          pack_pair<T>(nk * (dk[p][2 * half] - z.x * k_dot[half]),
-                       nk * (dk[p][2 * half + 1] - z.y * k_dot[half]));
+      const auto put = [](IN* to, float low, float high) {
+        if constexpr (PARTS == 1) {
+          *reinterpret_cast<uint32_t*>(to) = pack_pair<T>(low, high);
+        } else {
+          *reinterpret_cast<float2*>(to) = make_float2(low, high);
+        }
+      };
+      put(to_q + 8 * p, nq * (dq[p][2 * half] - y.x * q_dot[half]),
+          nq * (dq[p][2 * half + 1] - y.y * q_dot[half]));
+      put(to_k + 8 * p, nk * (dk[p][2 * half] - z.x * k_dot[half]),
+          nk * (dk[p][2 * half + 1] - z.y * k_dot[half]));
     }
   }
 }

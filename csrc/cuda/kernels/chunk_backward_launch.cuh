@@ -41,20 +41,29 @@ cudaError_t chunk_backward_products(const ChunkBackwardArgs& a, const BackwardLa
   error = launch_backward_scan(chunk_states<IN, K, 2>, StatesShared<IN, K>::template kBytes<2>, a,
                                x, stream);
   if (error != cudaSuccess) return error;
-  // Blocks alone on their multiprocessors fetch ahead.
-  const bool lone = f.seqs.N * f.HV * (f.V / kScanRows) <= multiprocessors() &&
-                    Reverse::template kBytes<2> <= limit;
-  error = lone ? launch_backward_scan(chunk_reverse<IN, K, 2>, Reverse::template kBytes<2>, a, x,
-                                      stream)
-               : launch_backward_scan(chunk_reverse<IN, K, 1>, Reverse::template kBytes<1>, a, x,
-                                      stream);
+  if constexpr (Format<IN>::kParts == 1) {
+    // Blocks alone on their multiprocessors fetch ahead.
+    const bool lone = f.seqs.N * f.HV * (f.V / kScanRows) <= multiprocessors() &&
+                      Reverse::template kBytes<2> <= limit;
+    error = lone ? launch_backward_scan(chunk_reverse<IN, K, 2>, Reverse::template kBytes<2>, a, x,
+                                        stream)
+                 : launch_backward_scan(chunk_reverse<IN, K, 1>, Reverse::template kBytes<1>, a, x,
+                                        stream);
+  } else {
+    error =
+        launch_backward_scan(chunk_reverse<IN, K, 1>, Reverse::template kBytes<1>, a, x, stream);
+  }
   if (error != cudaSuccess) return error;
   const int ratio = static_cast<int>(x.forward.ratio.divisor);
-  const int one = GradientsShared<IN, K, 1>::bytes(ratio);
-  const int two = GradientsShared<IN, K, 2>::bytes(ratio);
-  const BackwardKernel kernel =
-      two <= limit ? chunk_gradients<IN, K, 2> : chunk_gradients<IN, K, 1>;
-  const int shared = two <= limit ? two : one;
+  BackwardKernel kernel = chunk_gradients<IN, K, 1>;
+  int shared = GradientsShared<IN, K, 1>::bytes(ratio);
+  if constexpr (Format<IN>::kParts == 1) {
+    const int two = GradientsShared<IN, K, 2>::bytes(ratio);
+    if (two <= limit) {
+      kernel = chunk_gradients<IN, K, 2>;
+      shared = two;
+    }
+  }
   error = allow_shared(kernel, shared);
   if (error != cudaSuccess) return error;
   return launch(kernel, dim3(static_cast<unsigned>(x.forward.slots), static_cast<unsigned>(f.H)),

@@ -38,28 +38,39 @@ struct FactorsShared {
   }
 };
 
+// Rows of float32 tokens, four columns at a time; zeros from row `tokens` on.
+struct TokenRows {
+  const float* from;
+  int64_t stride;
+  int tokens;
+  __device__ __forceinline__ float4 operator()(int row, int column) const {
+    return row < tokens ? *reinterpret_cast<const float4*>(from + row * stride + column)
+                        : make_float4(0.f, 0.f, 0.f, 0.f);
+  }
+};
 // Rows of K floats, four at a time from `load(row, first column)`, into panels of `rows` rows. Two
 // parts: each row multiplied by a power of two that brings its largest element near 8; factor[row]:
-// the inverse norm, or 1, over that power. Called by 4 warps.
-template <class IN, int K, class Load>
+// the inverse norm, or 1, over that power. Called by WARPS warps.
+template <class IN, int K, int WARPS = 4, class Load>
 __device__ __forceinline__ void pack_rows(unsigned char* panels, float* factor, int rows,
-                                          bool l2norm, Load&& load) {
+                                          bool l2norm, Load&& load, float* norm = nullptr) {
   using Form = Format<IN>;
   using T = typename Form::T;
   constexpr int PARTS = Form::kParts;
-  constexpr int LANES = K / 4, ROWS = 32 / LANES, AT_ONCE = 8;  // lanes a row, rows an access
+  constexpr int LANES = K / 4, ROWS = 32 / LANES;  // lanes a row, rows an access
+  constexpr int AT_ONCE = WARPS == 4 ? 8 : kChunk / (WARPS * ROWS);
   const int warp = threadIdx.x >> 5, l = threadIdx.x % LANES, first = (threadIdx.x & 31) / LANES;
-  for (int batch = 0; batch < rows; batch += 4 * ROWS * AT_ONCE) {
+  for (int batch = 0; batch < rows; batch += WARPS * ROWS * AT_ONCE) {
     float4 x[AT_ONCE];
 #pragma unroll
     for (int i = 0; i < AT_ONCE; i++) {
-      const int row = batch + (4 * i + warp) * ROWS + first;
+      const int row = batch + (WARPS * i + warp) * ROWS + first;
       x[i] = make_float4(0.f, 0.f, 0.f, 0.f);
       if (row < rows) x[i] = load(row, 4 * l);
     }
 #pragma unroll
     for (int i = 0; i < AT_ONCE; i++) {
-      const int row = batch + (4 * i + warp) * ROWS + first;
+      const int row = batch + (WARPS * i + warp) * ROWS + first;
       PowerOfTwo scale;
       if constexpr (PARTS == 2) {
         float most =
@@ -84,7 +95,11 @@ __device__ __forceinline__ void pack_rows(unsigned char* panels, float* factor, 
         *reinterpret_cast<uint2*>(to + part * (K / 64) * rows * 128) =
             make_uint2(low[part], high[part]);
       }
-      if (l == 0) factor[row] = l2norm ? rsqrtf(sum + kL2Eps) * scale.back : scale.back;
+      if (l == 0) {
+        const float x = l2norm ? rsqrtf(sum + kL2Eps) : 1.f;
+        factor[row] = x * scale.back;
+        if (norm) norm[row] = x;
+      }
     }
   }
 }
@@ -238,14 +253,8 @@ __global__ void __launch_bounds__(128, 3)
     copy_rows<K / 8>(shared_address(queries), q, a.q.st, own.tokens, threadIdx.x);
     commit_copies();
   } else {
-    const auto rows_of = [&](const IN* from, int64_t stride) {
-      return [=, &own](int row, int column) {
-        return row < own.tokens ? *reinterpret_cast<const float4*>(from + row * stride + column)
-                                : make_float4(0.f, 0.f, 0.f, 0.f);
-      };
-    };
-    pack_rows<IN, K>(keys, rk, kChunk, a.l2norm, rows_of(k, a.k.st));
-    pack_rows<IN, K>(queries, rq, kChunk, a.l2norm, rows_of(q, a.q.st));
+    pack_rows<IN, K>(keys, rk, kChunk, a.l2norm, TokenRows{k, a.k.st, own.tokens});
+    pack_rows<IN, K>(queries, rq, kChunk, a.l2norm, TokenRows{q, a.q.st, own.tokens});
   }
 
   // Low rank: the keys that the chunk starts from, those of the window or the last of the chunk

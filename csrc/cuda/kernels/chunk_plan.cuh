@@ -171,5 +171,54 @@ __device__ __forceinline__ void copy_rows(uint32_t to, const T* from, int64_t st
   }
 }
 
+// Where piece `piece` (4 floats) of float32 row `row` of a [64][64] tile stands: a warp that reads
+// or writes eight rows of V of four pairs of tokens meets all banks.
+__device__ __forceinline__ int tile_offset(int row, int piece) {
+  return row * 256 + ((piece ^ (row & 6)) << 4);
+}
+
+// 64 rows of values: a panel or, with two parts, a float32 tile. Called by 128 threads.
+template <class IN>
+__device__ __forceinline__ void copy_values(uint32_t to, const IN* from, int64_t stride, int tokens,
+                                            int thread) {
+  if constexpr (Format<IN>::kParts == 1) {
+    copy_rows<8>(to, from, stride, tokens, thread);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      const int row = (thread >> 4) + 8 * i, piece = thread & 15;
+      const bool valid = row < tokens;
+      copy_async(to + tile_offset(row, piece), from + (valid ? row : 0) * stride + 4 * piece,
+                 valid);
+    }
+  }
+}
+// Their transpose, 16 rows of V of warp `warp`, tokens 16 p ...: x[half][row][e] is row g + 8 row,
+// token 16 p + 8 half + 2 t + e.
+template <class IN>
+__device__ __forceinline__ void load_values(float (&x)[2][2][2], const unsigned char* values, int p,
+                                            int warp, int lane) {
+  using Form = Format<IN>;
+  if constexpr (Form::kParts == 1) {
+    uint32_t r[4];
+    const int row = 16 * p + ((lane >> 4) << 3) + (lane & 7);
+    load_transposed(r, shared_address(values) + panel_offset(row, 2 * warp + ((lane >> 3) & 1)));
+#pragma unroll
+    for (int m = 0; m < 4; m++) {
+      const float2 y = unpack_pair<typename Form::T>(r[m]);
+      x[m >> 1][m & 1][0] = y.x;
+      x[m >> 1][m & 1][1] = y.y;
+    }
+  } else {
+    const int g = lane >> 2, t = lane & 3;
+#pragma unroll
+    for (int m = 0; m < 8; m++) {
+      const int token = 16 * p + 8 * (m >> 2) + 2 * t + (m & 1), row = g + 8 * ((m >> 1) & 1);
+      x[m >> 2][(m >> 1) & 1][m & 1] = *reinterpret_cast<const float*>(
+          values + tile_offset(token, 4 * warp + (row >> 2)) + (row & 3) * 4);
+    }
+  }
+}
+
 }  // namespace cuda
 }  // namespace gdn

@@ -225,12 +225,6 @@ __device__ __forceinline__ void with_staging(const StatePool& pool, Call&& call)
   }
 }
 
-// Where piece `piece` (4 floats) of float32 row `row` of a [64][64] tile stands: a warp that reads
-// or writes eight rows of V of four pairs of tokens meets all banks.
-__device__ __forceinline__ int tile_offset(int row, int piece) {
-  return row * 256 + ((piece ^ (row & 6)) << 4);
-}
-
 // The largest absolute values of a lane's two rows.
 template <int N>
 __device__ __forceinline__ void row_most(float (&most)[2], const float (&c)[N][4]) {
@@ -312,21 +306,11 @@ __global__ void __launch_bounds__(ScanShape<KIND>::kThreads, scan_blocks<IN, K, 
   const auto ask_inputs = [&](int c, uint32_t stage) {
     const int64_t done = static_cast<int64_t>(c) * kChunk;
     const int tokens = length - done < kChunk ? static_cast<int>(length - done) : kChunk;
-    if constexpr (PARTS == 1) {
-      if constexpr (!LOWRANK) {
-        copy_rows<K / 8>(stage, k + done * a.k.st, a.k.st, tokens, thread);
-        copy_rows<K / 8>(stage + Shared::kQueries, q + done * a.q.st, a.q.st, tokens, thread);
-      }
-      copy_rows<8>(stage + Shared::kValues, v + done * a.v.st, a.v.st, tokens, thread);
-    } else {
-#pragma unroll
-      for (int i = 0; i < 8; i++) {
-        const int row = (thread >> 4) + 8 * i, piece = thread & 15;
-        const bool valid = row < tokens;
-        copy_async(stage + Shared::kValues + tile_offset(row, piece),
-                   v + (done + (valid ? row : 0)) * a.v.st + 4 * piece, valid);
-      }
+    if constexpr (PARTS == 1 && !LOWRANK) {
+      copy_rows<K / 8>(stage, k + done * a.k.st, a.k.st, tokens, thread);
+      copy_rows<K / 8>(stage + Shared::kQueries, q + done * a.q.st, a.q.st, tokens, thread);
     }
+    copy_values(stage + Shared::kValues, v + done * a.v.st, a.v.st, tokens, thread);
   };
   const auto ask_factors = [&](int c, uint32_t stage) {
     if constexpr (PARTS == 2 || LOWRANK) {
@@ -454,29 +438,6 @@ __global__ void __launch_bounds__(ScanShape<KIND>::kThreads, scan_blocks<IN, K, 
 #pragma unroll
     for (int s = 0; s < TILES / 2; s++) pack_left<T>(W[s], x[2 * s], x[2 * s + 1]);
   };
-  // v^T of this warp's rows, tokens 16 p ...: x[half][row][e] is row g + 8 row, token 16 p + 8 half
-  // + 2 t + e.
-  const auto load_values = [&](float (&x)[2][2][2], const unsigned char* values, int p) {
-    if constexpr (PARTS == 1) {
-      uint32_t r[4];
-      const int row = 16 * p + ((lane >> 4) << 3) + (lane & 7);
-      load_transposed(r, shared_address(values) + panel_offset(row, 2 * warp + ((lane >> 3) & 1)));
-#pragma unroll
-      for (int m = 0; m < 4; m++) {
-        const float2 y = unpack_pair<T>(r[m]);
-        x[m >> 1][m & 1][0] = y.x;
-        x[m >> 1][m & 1][1] = y.y;
-      }
-    } else {
-#pragma unroll
-      for (int m = 0; m < 8; m++) {
-        const int token = 16 * p + 8 * (m >> 2) + 2 * t + (m & 1), row = g + 8 * ((m >> 1) & 1);
-        x[m >> 2][(m >> 1) & 1][m & 1] = *reinterpret_cast<const float*>(
-            values + tile_offset(token, 4 * warp + (row >> 2)) + (row & 3) * 4);
-      }
-    }
-  };
-
   const auto home = [&](const StatePool& pool, int64_t row, int64_t r) {
     return row * pool.s_p + hv * pool.s_h + (v0 + 16 * warp + r) * pool.s_v;
   };
@@ -731,7 +692,7 @@ __global__ void __launch_bounds__(ScanShape<KIND>::kThreads, scan_blocks<IN, K, 
       float values[4][2][2][2];
       float2 weights[4][2];
       const auto fetch = [&](int p) {
-        load_values(values[p], stage_memory + Shared::kValues, p);
+        load_values<IN>(values[p], stage_memory + Shared::kValues, p, warp, lane);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
           weights[p][half] = *reinterpret_cast<const float2*>(vectors + 16 * p + 8 * half + 2 * t);
