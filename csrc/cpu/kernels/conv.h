@@ -186,13 +186,17 @@ static void conv_update(const ConvArgs& a, const Taps& taps, int64_t c_taps, int
                         const XT* token, YT* y) {
   const float *bias = taps.bias + c_taps, *w = &taps.w[0][c_taps];
   const int64_t s_c = a.state.s_c;
+  // Absent, its zeros at the first channels serve all of them: taps come from L2, and a fifth of
+  // them less is 3 to 4 % of the time at 256 sequences.
+  const int64_t s_bias = a.bias.ptr ? 1 : 0;
   int64_t i = 0;
   for (; i + kConvVectors * kLanes <= n; i += kConvVectors * kLanes) {
-    conv_update_vectors<kConvVectors, kColumns, layout>(a, bias + i, w + i, state + i * s_c,
-                                                        token + i, y + i);
+    conv_update_vectors<kConvVectors, kColumns, layout>(a, bias + i * s_bias, w + i,
+                                                        state + i * s_c, token + i, y + i);
   }
   for (; i < n; i += kLanes) {
-    conv_update_vectors<1, kColumns, layout>(a, bias + i, w + i, state + i * s_c, token + i, y + i);
+    conv_update_vectors<1, kColumns, layout>(a, bias + i * s_bias, w + i, state + i * s_c,
+                                             token + i, y + i);
   }
 }
 

@@ -97,7 +97,7 @@ static void decode_typed(const DecodeArgs& a, const Parallel& parallel) {
 
   // A head's rows of state in the order in which the recurrence walks over them.
   const bool dense = r.state.s_k == 1 && r.state.s_v == r.K;
-  const int64_t whole = r.V * r.K * sizeof(T), asked = kPrefetchRows * r.K * sizeof(T);
+  const int64_t whole = r.V * r.K * sizeof(T), asked = kPrefetchRows<T> * r.K * sizeof(T);
 
   const bool split = tasks < 4 * parallel.threads && tasks % parallel.threads != 0;
   if (!split) {

@@ -290,7 +290,7 @@ static void base_products(const StatePool& pool, T* S, int64_t rows, int64_t K, 
     for (; r + kRowBlock <= rows; r += kRowBlock) {
       if (fold) fold_rows<kRowBlock>(S, pool.s_v, r, K, *fold);
       if (tokens == 0) continue;
-      const int64_t target = r + kPrefetchRows;
+      const int64_t target = r + kPrefetchRows<T>;
       const T* ahead = target < rows ? S + target * pool.s_v
                        : next        ? next + (target - rows) * pool.s_v
                                      : nullptr;
