@@ -55,8 +55,15 @@ def causal_conv1d_fn(
     """
     op = "causal_conv1d_fn"
     activation = activation_name(op, activation)
-    if final_states_out is not None and not return_final_states:
-        raise ValueError(f"{op}: final_states_out: needs return_final_states=True")
+    if final_states_out is not None:
+        if not return_final_states:
+            raise ValueError(f"{op}: final_states_out: needs return_final_states=True")
+        shape = (x.shape[0], x.shape[1], weight.shape[-1] - 1)
+        if final_states_out.shape != shape or not final_states_out.is_floating_point():
+            raise ValueError(
+                f"{op}: final_states_out: expected a floating dtype of shape {shape}, got "
+                f"{final_states_out.dtype} of {tuple(final_states_out.shape)}"
+            )
     if seq_idx is not None:
         if initial_states is not None or return_final_states:
             raise ValueError(

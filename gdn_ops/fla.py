@@ -40,6 +40,8 @@ def _check_keywords(op: str, keywords: dict) -> None:
         if name not in _REFUSED:
             raise TypeError(f"{op}: unexpected keyword {name!r}")
         neutral, advice = _REFUSED[name]
+        if isinstance(value, Tensor):
+            raise NotImplementedError(f"{op}: {name} (a Tensor) is not supported: {advice}")
         if value is not neutral and value != neutral:
             raise NotImplementedError(f"{op}: {name}={value!r} is not supported: {advice}")
 
@@ -156,6 +158,10 @@ def fused_recurrent_gated_delta_rule(
     if initial_state is None:
         shape = (N, HV, V, K) if v_first else (N, HV, K, V)
         pool = v.new_zeros(shape, dtype=torch.float32)
+    elif initial_state.shape[0] != N:
+        raise ValueError(
+            f"{op}: initial_state: expected {N} states, got shape {tuple(initial_state.shape)}"
+        )
     else:
         pool = initial_state.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     view = pool if v_first else pool.transpose(2, 3)

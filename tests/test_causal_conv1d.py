@@ -113,6 +113,9 @@ def test_refuses_by_name():
     ):
         with pytest.raises(ValueError, match=name):
             gdn_ops.causal_conv1d_fn(x, weight, **kwargs)
+    for out in (states.int(), states[:1], torch.empty(B + 1, *states.shape[1:])):
+        with pytest.raises(ValueError, match="final_states_out"):
+            gdn_ops.causal_conv1d_fn(x, weight, return_final_states=True, final_states_out=out)
     before = states.clone()
     with pytest.raises(NotImplementedError, match="cache_seqlens"):
         gdn_ops.causal_conv1d_update(x, states, weight, cache_seqlens=torch.zeros(B))

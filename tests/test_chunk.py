@@ -877,8 +877,17 @@ def test_fla_names():
                        output_final_state=True)  # fmt: skip
         assert final3.shape == (2, 4, 16, 24)
         for name, value in (("gk", g), ("head_first", True), ("cp_context", object())):
-            with pytest.raises(NotImplementedError, match=name):
+            with pytest.raises(NotImplementedError, match=name) as error:
                 f(q, k, v, g=g, beta=beta, **{name: value})
+            assert len(str(error.value)) < 200  # not the numbers of a tensor
+        with pytest.raises((RuntimeError, ValueError), match="initial_state: expected"):
+            f(
+                *packed,
+                g=g[:1],
+                beta=beta[:1],
+                cu_seqlens=cu,
+                initial_state=torch.zeros(3, 4, 16, 24),
+            )
         f(q, k, v, g=g, beta=beta, head_first=False)
         with pytest.raises(TypeError, match="nonsense"):
             f(q, k, v, g=g, beta=beta, nonsense=1)
