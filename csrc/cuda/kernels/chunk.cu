@@ -100,6 +100,7 @@ cudaError_t chunk(const ChunkArgs& a, void* workspace, cudaStream_t stream) {
   x.read_vectors = vector_pool(a.read);
   x.write_vectors = vector_pool(a.write);
   x.window_vectors = a.window.fill && vector_entries(a.window);
+  x.window_beside = products_can(a);
   cudaError_t error = launch_forward(a, x, stream);
   if (!a.window.fill) return error;
   for (; error == cudaSuccess && x.first < a.seqs.N; x.first += kMaxGridY) {

@@ -32,10 +32,6 @@ struct FactorsShared {
   // tokens, beta; with two parts what the first sums lose in float32.
   static constexpr int kGates = kParts == 2 ? 4 : 3;
   static int bytes(int ratio) { return kWork + 4 * kChunk * (2 + kGates * ratio); }
-  // Low rank: behind those the keys that the chunk starts from, and a factor for each.
-  static int lowrank_bytes(int ratio, int entries) {
-    return (bytes(ratio) + 1023) / 1024 * 1024 + kParts * entries * K * 2 + entries * 4;
-  }
 };
 
 // Rows of float32 tokens, four columns at a time; zeros from row `tokens` on.
@@ -104,25 +100,19 @@ __device__ __forceinline__ void pack_rows(unsigned char* panels, float* factor, 
   }
 }
 
-// A window in 4-element vectors where it can be.
-__device__ __forceinline__ float4 load_four(const void* p, DType d, int64_t i, bool vectors) {
-  if (!vectors) {
-    return make_float4(load_as(p, d, i), load_as(p, d, i + 1), load_as(p, d, i + 2),
-                       load_as(p, d, i + 3));
-  }
-  if (d == DType::f32) return *reinterpret_cast<const float4*>(static_cast<const float*>(p) + i);
-  const uint2 x = *reinterpret_cast<const uint2*>(static_cast<const uint16_t*>(p) + i);
-  const bool b = d == DType::bf16;
-  const float2 low = b ? unpack_pair<bf16>(x.x) : unpack_pair<f16>(x.x);
-  const float2 high = b ? unpack_pair<bf16>(x.y) : unpack_pair<f16>(x.y);
-  return make_float4(low.x, low.y, high.x, high.y);
+// Two elements side by side, at once where the memory allows it.
+__device__ __forceinline__ float2 load_two(const void* p, DType d, int64_t i, bool vectors) {
+  if (!vectors) return make_float2(load_as(p, d, i), load_as(p, d, i + 1));
+  if (d == DType::f32) return *reinterpret_cast<const float2*>(static_cast<const float*>(p) + i);
+  const uint32_t x = *reinterpret_cast<const uint32_t*>(static_cast<const uint16_t*>(p) + i);
+  return d == DType::bf16 ? unpack_pair<bf16>(x) : unpack_pair<f16>(x);
 }
 
 // The window that a sequence starts from, slot by slot: the live ones are the `fill` behind `head`.
 struct LiveSlots {
-  int R, head, fill;
-  __device__ __forceinline__ LiveSlots(const Window& w, const Sequence& seq)
-      : R(static_cast<int>(w.R)), head(0), fill(0) {
+  int R = 0, head = 0, fill = 0;
+  __device__ __forceinline__ void read(const Window& w, const Sequence& seq) {
+    R = static_cast<int>(w.R);
     if (seq.row < 0 || seq.fresh) return;
     const WindowCounts counts = unpack_fill(w.fill[seq.row * w.s_fill]);
     head = counts.head;
@@ -137,11 +127,9 @@ struct LiveSlots {
     return slot < R && entry < fill;
   }
 };
-// The decay from each of its entries to the end of the window, times what was taken out of the key;
-// zero where there is none. By a warp.
-__device__ __forceinline__ void window_decays(float* to, const float* factor, const float* g,
-                                              int64_t step, const LiveSlots& slots, int room,
-                                              int lane) {
+// The decay from each of its entries to the end of the window, zero where there is none. By a warp.
+__device__ __forceinline__ void window_decays(float* to, const float* g, int64_t step,
+                                              const LiveSlots& slots, int room, int lane) {
   // Lane l: sums over the entries after l and after l + 32, taken from the newest on.
   const auto log_decay = [&](int e) { return e < slots.fill ? g[slots.slot_of(e) * step] : 0.f; };
   float late = log_decay(64 - lane), early = log_decay(32 - lane);
@@ -152,8 +140,7 @@ __device__ __forceinline__ void window_decays(float* to, const float* factor, co
   for (int half = 0; half < 2; half++) {
     const int e = lane + 32 * half;
     if (e >= room) continue;
-    const int slot = e < slots.R ? slots.slot_of(e) : e;
-    to[slot] = e < slots.fill ? expf(half ? y : x) * factor[slot] : 0.f;
+    to[e < slots.R ? slots.slot_of(e) : e] = e < slots.fill ? expf(half ? y : x) : 0.f;
   }
 }
 
@@ -221,14 +208,16 @@ __device__ __forceinline__ void by_warp(int warp, Body&& body) {
   }
 }
 
-template <class IN, int K, bool LOWRANK>
-__global__ void __launch_bounds__(128, 3)
+// ENTRIES: 0, or low rank with a window of at most so many.
+template <class IN, int K, int ENTRIES>
+__global__ void __launch_bounds__(128, Format<IN>::kParts == 1 && ENTRIES == 16 ? 4 : 3)
     chunk_factors(const __grid_constant__ ChunkArgs a, const __grid_constant__ ChunkLayout layout) {
   using Shared = FactorsShared<IN, K>;
   using Form = Format<IN>;
   using T = typename Form::T;
   constexpr int PARTS = Form::kParts, GATES = Shared::kGates;
   constexpr int STEP = (K / 64) * kPanelBytes;  // between the parts of keys
+  constexpr bool LOWRANK = ENTRIES > 0;
   extern __shared__ __align__(1024) unsigned char shared[];
   unsigned char* const keys = shared;
   unsigned char* const queries = shared + Shared::kKeys / 2;
@@ -257,45 +246,73 @@ __global__ void __launch_bounds__(128, 3)
     pack_rows<IN, K>(queries, rq, kChunk, a.l2norm, TokenRows{q, a.q.st, own.tokens});
   }
 
-  // Low rank: the keys that the chunk starts from, those of the window or the last of the chunk
-  // before.
-  const int room = LOWRANK ? window_room(a.window.R) : 0;
-  unsigned char* const entries =
-      shared + (Shared::kWork + 4 * kChunk * (2 + Shared::kGates * ratio) + 1023) / 1024 * 1024;
-  float* const re = reinterpret_cast<float*>(entries + PARTS * room * K * 2);
-  if constexpr (LOWRANK) {
-    if (own.first) {
-      const Window& w = a.window;
-      const Sequence seq = device_sequence(a.seqs, own.n);
-      const LiveSlots slots(w, seq);
-      pack_rows<IN, K>(entries, re, room, false, [&](int slot, int column) {
-        return slots.live(slot) ? load_four(w.k, w.k_dtype,
-                                            seq.row * w.sk_p + hk * w.sk_h + slot * w.sk_r + column,
-                                            layout.window_vectors)
-                                : make_float4(0.f, 0.f, 0.f, 0.f);
-      });
-      __syncthreads();
-      for (int h = warp; h < ratio; h += 4) {
-        const int64_t head = hk * ratio + h;
-        window_decays(layout.decays + (slot * a.HV + head) * kChunk, re,
-                      w.g + seq.row * w.sg_p + head * w.sg_h, w.sg_r, slots, room, lane);
+  // Low rank: the keys that the chunk starts from, those of the window, slot by slot, or the last
+  // of the chunk before; 16 at a time, as left operands are. They are asked for first.
+  using Pair = std::conditional_t<PARTS == 2, float2, uint32_t>;
+  Pair raw[K / 16][4];
+  const Window& w = a.window;
+  LiveSlots slots;
+  const void* entries = k - static_cast<int64_t>(ENTRIES) * a.k.st;
+  int64_t entry_pitch = a.k.st;
+  bool plain = true;  // pairs of IN
+  const float* decays = nullptr;
+  if (LOWRANK && own.first) {
+    const Sequence seq = device_sequence(a.seqs, own.n);
+    slots.read(w, seq);
+    const int64_t at = seq.row * w.sk_p + hk * w.sk_h;
+    entries = static_cast<const char*>(w.k) + at * (w.k_dtype == DType::f32 ? 4 : 2);
+    entry_pitch = w.sk_r;
+    plain = w.k_dtype == TypeOf<IN>::value && layout.window_vectors;
+    decays = w.g + seq.row * w.sg_p + hk * ratio * w.sg_h;
+  }
+  const auto ask_entries = [&](int block) {
+    bool there[2];
+    int64_t from[2];
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const int e = 16 * block + g + 8 * half;
+      there[half] = own.first ? slots.live(e) : e >= ENTRIES - static_cast<int>(w.R);
+      from[half] = e * entry_pitch + 2 * t;
+    }
+#pragma unroll
+    for (int s = 0; s < K / 16; s++) {
+#pragma unroll
+      for (int i = 0; i < 4; i++) raw[s][i] = Pair();
+    }
+    if (plain) {
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const IN* const row = static_cast<const IN*>(entries) + from[half];
+        if (there[half]) {
+#pragma unroll
+          for (int s = 0; s < K / 8; s++) {
+            raw[s / 2][half + 2 * (s & 1)] = *reinterpret_cast<const Pair*>(row + 8 * s);
+          }
+        }
       }
     } else {
-      const int unused = room - static_cast<int>(a.window.R);
-      const IN* const last = k - room * a.k.st;
-      pack_rows<IN, K>(entries, re, room, a.l2norm, [&](int row, int column) {
-        float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
-        if (row < unused) return x;
-        const IN* const from = last + row * a.k.st + column;
-        if constexpr (PARTS == 2) {
-          x = *reinterpret_cast<const float4*>(from);
-        } else {
-          const uint2 y = *reinterpret_cast<const uint2*>(from);
-          const float2 low = unpack_pair<T>(y.x), high = unpack_pair<T>(y.y);
-          x = make_float4(low.x, low.y, high.x, high.y);
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        if (there[i & 1]) {
+#pragma unroll
+          for (int s = 0; s < K / 16; s++) {
+            const float2 x = load_two(entries, w.k_dtype, from[i & 1] + 16 * s + 8 * (i >> 1),
+                                      layout.window_vectors);
+            if constexpr (PARTS == 2) {
+              raw[s][i] = x;
+            } else {
+              raw[s][i] = pack_pair<T>(x.x, x.y);
+            }
+          }
         }
-        return x;
-      });
+      }
+    }
+  };
+  if constexpr (LOWRANK) {
+    ask_entries(0);
+    for (int h = warp; own.first && h < ratio; h += 4) {
+      window_decays(layout.decays + (slot * a.HV + hk * ratio + h) * kChunk, decays + h * w.sg_h,
+                    w.sg_r, slots, ENTRIES, lane);
     }
   }
 
@@ -327,26 +344,68 @@ __global__ void __launch_bounds__(128, 3)
     }
   }
 
+  // Their products with keys and queries of the chunk: columns 16 warp ... belong to a warp.
+  constexpr int BLOCKS = LOWRANK ? ENTRIES / 16 : 1;
+  float ek[BLOCKS][2][4] = {}, eq[BLOCKS][2][4] = {}, entry_norm[BLOCKS][2];
   if constexpr (LOWRANK) {
-    // Their products with keys and queries of the chunk: columns 16 warp ... belong to a warp.
-    __syncthreads();  // rk and rq are there
-    const int bytes = Form::gram_bytes(room), step = room * K * 2;
-    unsigned char* const to = layout.keys + (slot * a.H + hk) * 2 * bytes;
-    const uint32_t base = shared_address(keys), rows = shared_address(entries);
+    const uint32_t base = shared_address(keys);
     const int right = 16 * warp + ((lane >> 4) << 3) + (lane & 7);
-    for (int r0 = 0; r0 < room; r0 += 16) {
-      float ek[2][4] = {}, eq[2][4] = {};
+#pragma unroll
+    for (int block = 0; block < BLOCKS; block++) {
+      if (block > 0) ask_entries(block);
+      float scale[2] = {1.f, 1.f};
+      entry_norm[block][0] = entry_norm[block][1] = 1.f;
+      if constexpr (PARTS == 2) {
+        // As the rows of the chunk before were scaled, which its vectors undo.
+        float most[2] = {};
+#pragma unroll
+        for (int s = 0; s < K / 16; s++) {
+#pragma unroll
+          for (int i = 0; i < 4; i++) {
+            const float2 x = raw[s][i];
+            most[i & 1] = fmaxf(most[i & 1], fmaxf(fabsf(x.x), fabsf(x.y)));
+          }
+        }
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+          most[half] = fmaxf(most[half], __shfl_xor_sync(kFullMask, most[half], 1));
+          most[half] = fmaxf(most[half], __shfl_xor_sync(kFullMask, most[half], 2));
+          const PowerOfTwo power(most[half], 3);
+          scale[half] = power.by;
+          if (own.first) entry_norm[block][half] = power.back;
+        }
+      } else if (a.l2norm && !own.first) {
+        float sum[2] = {};
+#pragma unroll
+        for (int s = 0; s < K / 16; s++) {
+#pragma unroll
+          for (int i = 0; i < 4; i++) {
+            const float2 x = unpack_pair<T>(raw[s][i]);
+            sum[i & 1] = __fmaf_rn(x.x, x.x, __fmaf_rn(x.y, x.y, sum[i & 1]));
+          }
+        }
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+          entry_norm[block][half] = rsqrtf(lane_sum<4>(sum[half]) + kL2Eps);
+        }
+      }
 #pragma unroll
       for (int s = 0; s < K / 16; s++) {
-        const int piece = (s & 3) * 2;
         uint32_t left[PARTS][4];
 #pragma unroll
-        for (int part = 0; part < PARTS; part++) {
-          load_matrices(left[part], rows + part * step + (s >> 2) * room * 128 +
-                                        panel_offset(r0 + (lane & 15), piece + (lane >> 4)));
+        for (int i = 0; i < 4; i++) {
+          if constexpr (PARTS == 1) {
+            left[0][i] = raw[s][i];
+          } else {
+            const float by = scale[i & 1];
+            uint32_t r[PARTS];
+            pack_parts<T>(r, raw[s][i].x * by, raw[s][i].y * by);
+#pragma unroll
+            for (int part = 0; part < PARTS; part++) left[part][i] = r[part];
+          }
         }
         const uint32_t from =
-            base + (s >> 2) * kPanelBytes + panel_offset(right, piece + ((lane >> 3) & 1));
+            base + (s >> 2) * kPanelBytes + panel_offset(right, (s & 3) * 2 + ((lane >> 3) & 1));
 #pragma unroll
         for (int part = PARTS - 1; part >= 0; part--) {
           uint32_t bk[4], bq[4];
@@ -355,35 +414,10 @@ __global__ void __launch_bounds__(128, 3)
 #pragma unroll
           for (int x = PARTS - 1 - part; x >= 0; x--) {
 #pragma unroll
-            for (int half = 0; half < 2; half++) {
-              mma_16x8x16<T>(ek[half], left[x], bk[2 * half], bk[2 * half + 1]);
-              mma_16x8x16<T>(eq[half], left[x], bq[2 * half], bq[2 * half + 1]);
+            for (int p = 0; p < 2; p++) {
+              mma_16x8x16<T>(ek[block][p], left[x], bk[2 * p], bk[2 * p + 1]);
+              mma_16x8x16<T>(eq[block][p], left[x], bq[2 * p], bq[2 * p + 1]);
             }
-          }
-        }
-      }
-#pragma unroll
-      for (int p = 0; p < 2; p++) {
-        float2 key = make_float2(1.f, 1.f), query = key;
-        if constexpr (PARTS == 1) {
-          key = *reinterpret_cast<const float2*>(rk + 16 * warp + 8 * p + 2 * t);
-          query = *reinterpret_cast<const float2*>(rq + 16 * warp + 8 * p + 2 * t);
-        }
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-          const int row = r0 + g + 8 * half;
-          const float own_norm = PARTS == 1 ? re[row] : 1.f;
-          uint32_t x[PARTS], y[PARTS];
-          pack_parts<T>(x, own_norm * key.x * ek[p][2 * half],
-                        own_norm * key.y * ek[p][2 * half + 1]);
-          pack_parts<T>(y, own_norm * query.x * eq[p][2 * half],
-                        own_norm * query.y * eq[p][2 * half + 1]);
-#pragma unroll
-          for (int part = 0; part < PARTS; part++) {
-            unsigned char* const at =
-                to + part * room * 128 + panel_offset(row, 2 * warp + p) + 4 * t;
-            *reinterpret_cast<uint32_t*>(at) = x[part];
-            *reinterpret_cast<uint32_t*>(at + bytes) = y[part];
           }
         }
       }
@@ -426,6 +460,36 @@ __global__ void __launch_bounds__(128, 3)
     }
   });
   __syncthreads();  // the panels of k and q are free; rk and rq are there
+  if constexpr (LOWRANK) {
+    constexpr int BYTES = Form::gram_bytes(ENTRIES);
+    unsigned char* const to = layout.keys + (slot * a.H + hk) * 2 * BYTES;
+#pragma unroll
+    for (int p = 0; p < 2; p++) {
+      float2 key = make_float2(1.f, 1.f), query = key;
+      if constexpr (PARTS == 1) {
+        key = *reinterpret_cast<const float2*>(rk + 16 * warp + 8 * p + 2 * t);
+        query = *reinterpret_cast<const float2*>(rq + 16 * warp + 8 * p + 2 * t);
+      }
+#pragma unroll
+      for (int block = 0; block < BLOCKS; block++) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+          const float norm = entry_norm[block][half];
+          const float (&x)[4] = ek[block][p], (&y)[4] = eq[block][p];
+          uint32_t r[PARTS], z[PARTS];
+          pack_parts<T>(r, norm * key.x * x[2 * half], norm * key.y * x[2 * half + 1]);
+          pack_parts<T>(z, norm * query.x * y[2 * half], norm * query.y * y[2 * half + 1]);
+          unsigned char* const at =
+              to + panel_offset(16 * block + g + 8 * half, 2 * warp + p) + 4 * t;
+#pragma unroll
+          for (int part = 0; part < PARTS; part++) {
+            *reinterpret_cast<uint32_t*>(at + part * ENTRIES * 128) = r[part];
+            *reinterpret_cast<uint32_t*>(at + part * ENTRIES * 128 + BYTES) = z[part];
+          }
+        }
+      }
+    }
+  }
   by_warp(warp, [&](auto own_warp) {
     constexpr int W = decltype(own_warp)::value;
 #pragma unroll

@@ -34,13 +34,10 @@ inline bool plain(const StatePool& s) {
   return !s.ptr || (s.dtype == DType::f32 && vector_state(s));
 }
 
-template <class IN, int K, bool LOWRANK = false>
+template <class IN, int K, int ENTRIES = 0>
 cudaError_t launch_factors(const ChunkArgs& a, const ChunkLayout& x, cudaStream_t stream) {
-  using Shared = FactorsShared<IN, K>;
-  const auto kernel = chunk_factors<IN, K, LOWRANK>;
-  const int ratio = static_cast<int>(x.ratio.divisor);
-  const int shared =
-      LOWRANK ? Shared::lowrank_bytes(ratio, window_room(a.window.R)) : Shared::bytes(ratio);
+  const auto kernel = chunk_factors<IN, K, ENTRIES>;
+  const int shared = FactorsShared<IN, K>::bytes(static_cast<int>(x.ratio.divisor));
   const cudaError_t error = allow_shared(kernel, shared);
   if (error != cudaSuccess) return error;
   return launch(kernel, dim3(static_cast<unsigned>(x.slots), static_cast<unsigned>(a.H)), dim3(128),
@@ -59,14 +56,20 @@ struct ScanBlocks {
     return {one, !one && blocks <= processors, Format<IN>::kParts == 1 && blocks <= 2 * processors};
   }
 };
+template <class IN, int K, Scan KIND, int ENTRIES = 0>
+bool scan_fits() {
+  return ScanShared<IN, K, ENTRIES>::template kBytes<KIND> <= shared_limit();
+}
 // Blocks alone on their multiprocessors.
 template <class IN>
 constexpr Scan kLone = Format<IN>::kParts > 1 ? Scan::ahead : Scan::lone;
 
 template <class IN, int ENTRIES>
 cudaError_t lowrank_scan_of(const ChunkArgs& a, const ChunkLayout& x, cudaStream_t stream) {
-  return ScanBlocks::of<IN>(a).lone ? launch_scan<IN, 64, kLone<IN>, ENTRIES>(a, x, stream)
-                                    : launch_scan<IN, 64, Scan::among, ENTRIES>(a, x, stream);
+  const ScanBlocks blocks = ScanBlocks::of<IN>(a);
+  return blocks.lone && scan_fits<IN, 64, kLone<IN>, ENTRIES>()
+             ? launch_scan<IN, 64, kLone<IN>, ENTRIES>(a, x, stream)
+             : launch_scan<IN, 64, Scan::among, ENTRIES>(a, x, stream);
 }
 // K plays no part here.
 template <class IN>
@@ -77,16 +80,21 @@ cudaError_t lowrank_scan(const ChunkArgs& a, const ChunkLayout& x, cudaStream_t 
 
 template <class IN, int K>
 cudaError_t chunk_products(const ChunkArgs& a, const ChunkLayout& x, cudaStream_t stream) {
-  const cudaError_t error = a.window.fill ? launch_factors<IN, K, true>(a, x, stream)
-                                          : launch_factors<IN, K>(a, x, stream);
+  cudaError_t error;
+  if (a.window.fill) {
+    error = window_room(a.window.R) == 16 ? launch_factors<IN, K, 16>(a, x, stream)
+                                          : launch_factors<IN, K, kChunk>(a, x, stream);
+    return error == cudaSuccess ? lowrank_scan<IN>(a, x, stream) : error;
+  }
+  error = launch_factors<IN, K>(a, x, stream);
   if (error != cudaSuccess) return error;
-  if (a.window.fill) return lowrank_scan<IN>(a, x, stream);
   const ScanBlocks blocks = ScanBlocks::of<IN>(a);
   constexpr Scan LONE = kLone<IN>;
   const bool pools = plain(a.read) && plain(a.write);
   const bool vectors = LONE == Scan::lone && (!a.read.ptr || x.read_vectors) && x.write_vectors;
-  if (!pools && !(blocks.lone && vectors)) return launch_scan<IN, K, Scan::general>(a, x, stream);
-  if (blocks.lone) return launch_scan<IN, K, LONE>(a, x, stream);
+  const bool lone = blocks.lone && scan_fits<IN, K, LONE>();
+  if (!pools && !(lone && vectors)) return launch_scan<IN, K, Scan::general>(a, x, stream);
+  if (lone) return launch_scan<IN, K, LONE>(a, x, stream);
   return blocks.one || !blocks.few ? launch_scan<IN, K, Scan::among>(a, x, stream)
                                    : launch_scan<IN, K, Scan::ahead>(a, x, stream);
 }

@@ -67,6 +67,7 @@ struct ChunkLayout {
   FastDiv ratio;                                     // value heads of a key head
   bool read_vectors = false, write_vectors = false;  // pools may be read in 16-byte pieces
   bool window_vectors = false;  // keys and updates of the window may be read four at a time
+  bool window_beside = false;   // chunk_window may run beside the kernel before it
 };
 
 // For inputs of type IN; instantiated in files of their own (chunk_launch.cuh).

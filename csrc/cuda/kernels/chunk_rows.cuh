@@ -247,58 +247,94 @@ __global__ void __launch_bounds__(kRowsWarps * 32)
 }
 
 // Low rank: keys and decays of the window as the sequence leaves it, oldest entry first. The
-// updates are there already, written by the blocks that own their rows. A block for each sequence
-// and key head; the fill counts follow in a launch of their own, when everyone has read them.
+// updates are written by the blocks that own their rows. A block for each sequence and key head;
+// the fill counts follow in a launch of their own, when everyone has read them.
 constexpr int kWindowWarps = 8;
 __global__ void __launch_bounds__(kWindowWarps * 32)
     chunk_window(const __grid_constant__ ChunkArgs a, const __grid_constant__ ChunkLayout layout) {
   const Window& w = a.window;
   const int64_t hk = blockIdx.x, n = layout.first + blockIdx.y;
-  wait_for_previous_kernel();
+  // Beside the scan, which lets it in when the first kernel has ended, and reads no key or decay of
+  // the window: then it waits at its end only, for the kernel after it.
+  if (!layout.window_beside) wait_for_previous_kernel();
   let_next_kernel_start();
   const Sequence seq = device_sequence(a.seqs, n);
   const int64_t length = seq.end - seq.start;
-  if (seq.row < 0 || length <= 0) return;
-  const int R = static_cast<int>(w.R), K = static_cast<int>(a.K);
-  const int ratio = layout.ratio.divisor, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  const WindowCounts counts = unpack_fill(seq.fresh ? 0 : w.fill[seq.row * w.s_fill]);
-  const int fill = counts.fill < R ? counts.fill : R;
-  const int fresh = length < R ? static_cast<int>(length) : R;
-  const int kept = fill < R - fresh ? fill : R - fresh;
-  const int64_t keys = seq.row * w.sk_p + hk * w.sk_h;
-  for (int i = threadIdx.x; kept > 0 && i < K + ratio; i += kWindowWarps * 32) {
-    const int oldest = counts.head + fill - kept;
-    if (i < K) {
-      move_entries(w.k, w.k_dtype, keys + i, w.sk_r, oldest, R, kept);
-    } else {
-      const int64_t home = seq.row * w.sg_p + (hk * ratio + i - K) * w.sg_h;
-      move_entries(w.g, DType::f32, home, w.sg_r, oldest, R, kept);
-    }
-  }
-  __syncthreads();
-  const int64_t first = seq.start + length - fresh;
-  for (int i = threadIdx.x; i < ratio * fresh; i += kWindowWarps * 32) {
-    const int h = i / fresh, e = i % fresh;
-    float g, beta;
-    compute_gates(a.gates, load_gates(a.gates, seq.b, first + e, hk * ratio + h), &g, &beta);
-    w.g[seq.row * w.sg_p + (hk * ratio + h) * w.sg_h + (kept + e) * w.sg_r] = g;
-  }
-  for (int e = warp; e < fresh; e += kWindowWarps) {
-    const int64_t from = offset_of(a.k, seq.b, first + e, hk);
-    float rk = 1.f;
-    if (a.l2norm) {
-      float sum = 0.f;
-      for (int c = lane; c < K; c += 32) {
-        const float x = load_as(a.k.ptr, a.k.dtype, from + c * a.k.sd);
-        sum = __fmaf_rn(x, x, sum);
+  if (seq.row >= 0 && length > 0) {
+    const int R = static_cast<int>(w.R), K = static_cast<int>(a.K);
+    const int ratio = layout.ratio.divisor, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const int fresh = length < R ? static_cast<int>(length) : R;
+    const int64_t keys = seq.row * w.sk_p + hk * w.sk_h;
+    int kept = 0;  // of the entries before
+    if (fresh < R && !seq.fresh) {
+      const WindowCounts counts = unpack_fill(w.fill[seq.row * w.s_fill]);
+      const int fill = counts.fill < R ? counts.fill : R;
+      kept = fill < R - fresh ? fill : R - fresh;
+      for (int i = threadIdx.x; kept > 0 && i < K + ratio; i += kWindowWarps * 32) {
+        const int oldest = counts.head + fill - kept;
+        if (i < K) {
+          move_entries(w.k, w.k_dtype, keys + i, w.sk_r, oldest, R, kept);
+        } else {
+          const int64_t home = seq.row * w.sg_p + (hk * ratio + i - K) * w.sg_h;
+          move_entries(w.g, DType::f32, home, w.sg_r, oldest, R, kept);
+        }
       }
-      rk = rsqrtf(lane_sum(sum) + kL2Eps);
+      __syncthreads();
     }
-    for (int c = lane; c < K; c += 32) {
-      store_as(w.k, w.k_dtype, keys + (kept + e) * w.sk_r + c,
-               rk * load_as(a.k.ptr, a.k.dtype, from + c * a.k.sd));
+    const int64_t first = seq.start + length - fresh;
+    constexpr int ROWS = 2, COLUMNS = 4;  // of a warp and of a lane at once
+    for (int e0 = warp; e0 < fresh; e0 += ROWS * kWindowWarps) {
+      float x[ROWS][COLUMNS], norm[ROWS];
+      const auto load = [&](int c0) {
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+          const int e = e0 + r * kWindowWarps;
+          const int64_t from = offset_of(a.k, seq.b, first + (e < fresh ? e : e0), hk);
+#pragma unroll
+          for (int i = 0; i < COLUMNS; i++) {
+            const int c = c0 + 32 * i + lane;
+            x[r][i] = c < K ? load_as(a.k.ptr, a.k.dtype, from + c * a.k.sd) : 0.f;
+          }
+        }
+      };
+#pragma unroll
+      for (int r = 0; r < ROWS; r++) norm[r] = 0.f;
+      load(0);
+      for (int c0 = 0; a.l2norm && c0 < K; c0 += 32 * COLUMNS) {
+        if (c0 > 0) load(c0);
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+#pragma unroll
+          for (int i = 0; i < COLUMNS; i++) norm[r] = __fmaf_rn(x[r][i], x[r][i], norm[r]);
+        }
+      }
+#pragma unroll
+      for (int r = 0; r < ROWS; r++) {
+        norm[r] = a.l2norm ? rsqrtf(lane_sum(norm[r]) + kL2Eps) : 1.f;
+      }
+      for (int c0 = 0; c0 < K; c0 += 32 * COLUMNS) {
+        if (K > 32 * COLUMNS) load(c0);
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+          const int e = e0 + r * kWindowWarps;
+#pragma unroll
+          for (int i = 0; i < COLUMNS; i++) {
+            const int c = c0 + 32 * i + lane;
+            if (e < fresh && c < K) {
+              store_as(w.k, w.k_dtype, keys + (kept + e) * w.sk_r + c, norm[r] * x[r][i]);
+            }
+          }
+        }
+      }
+    }
+    for (int i = threadIdx.x; i < ratio * fresh; i += kWindowWarps * 32) {
+      const int h = i / fresh, e = i % fresh;
+      float g, beta;
+      compute_gates(a.gates, load_gates(a.gates, seq.b, first + e, hk * ratio + h), &g, &beta);
+      w.g[seq.row * w.sg_p + (hk * ratio + h) * w.sg_h + (kept + e) * w.sg_r] = g;
     }
   }
+  if (layout.window_beside) wait_for_previous_kernel();
 }
 
 __global__ void __launch_bounds__(128) chunk_fill(const __grid_constant__ ChunkArgs a) {

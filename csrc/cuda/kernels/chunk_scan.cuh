@@ -492,6 +492,7 @@ __global__ void __launch_bounds__(ScanShape<KIND>::kThreads, scan_blocks<IN, K, 
     S.load(a.read, home(a.read, seq.row, g) + 2 * t * a.read.s_k);
   }
   wait_for_previous_kernel();
+  if (LOWRANK) let_next_kernel_start();  // chunk_window
   if (copies) {
     if (chunks > 0) ask_factors(0, base);
     commit_copies();
