@@ -2,6 +2,7 @@
 // processor with AVX512-BF16 (and under sanitizers, which do not see what tile loads read):
 //   -DGDN_EMULATED_TILES -include tests/native/emulated_tiles.h
 // What the hardware would fault on (no configuration, shapes that do not fit) ends the program.
+// With GDN_EMULATED_BF16 the conversions to bf16 are emulated as well, and AVX-512 is enough.
 #pragma once
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -117,4 +118,28 @@ inline void dpbf16ps(int to, int left, int right) {
 #define _tile_stored(i, base, stride) \
   gdn::emulated_tiles::store(i, base, static_cast<int64_t>(stride))
 #define _tile_dpbf16ps(to, left, right) gdn::emulated_tiles::dpbf16ps(to, left, right)
+
+#if GDN_EMULATED_BF16
+namespace gdn::emulated_tiles {
+// Rounded to nearest even, in the upper halves; subnormal numbers become zero.
+__attribute__((target("avx512f,avx512bw"))) inline __m512i rounded(__m512 x) {
+  const __m512i u = (__m512i)x, sign = _mm512_set1_epi32(INT32_MIN);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
+  const __m512i up = _mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+  const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+  const __mmask16 small = _mm512_testn_epi32_mask(u, _mm512_set1_epi32(0x7f800000));
+  const __m512i quiet = _mm512_or_si512(u, _mm512_set1_epi32(0x400000));
+  return _mm512_mask_and_epi32(_mm512_mask_mov_epi32(up, nan, quiet), small, u, sign);
+}
+__attribute__((target("avx512f,avx512bw"))) inline __m256bh cvtneps(__m512 x) {
+  return (__m256bh)_mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded(x), 16));
+}
+__attribute__((target("avx512f,avx512bw"))) inline __m512bh cvtne2ps(__m512 upper, __m512 lower) {
+  const __m512i low = _mm512_castsi256_si512((__m256i)cvtneps(lower));
+  return (__m512bh)_mm512_inserti64x4(low, (__m256i)cvtneps(upper), 1);
+}
+}  // namespace gdn::emulated_tiles
+#define _mm512_cvtneps_pbh(x) gdn::emulated_tiles::cvtneps(x)
+#define _mm512_cvtne2ps_pbh(upper, lower) gdn::emulated_tiles::cvtne2ps(upper, lower)
+#endif
 #endif
