@@ -119,10 +119,23 @@ struct GateOutputs {
 template <class T, int L, bool TAPS>
 __global__ void __launch_bounds__(128)
     conv_token(const __grid_constant__ ConvArgs a, const __grid_constant__ ConvTarget to,
-               const __grid_constant__ GateOutputs gate, int64_t first, int norm_lanes) {
+               const __grid_constant__ GateOutputs gate, int64_t first, int norm_lanes,
+               bool ahead) {
   constexpr int W = 4;
   const int64_t n = first + blockIdx.y;
   const int64_t c = (static_cast<int64_t>(blockIdx.x) * 128 + threadIdx.x) * 8;
+  const int64_t step = TAPS ? 8 : a.state.s_l;  // elements between the L vectors of this thread
+  const T* const x_at = static_cast<const T*>(a.x.ptr) + n * a.x.sb + c;
+  // `ahead`: what will be read goes to L2 while the kernel before ends, if the row is as it was.
+  if (ahead && c < a.C && threadIdx.x % (TAPS ? 2 : 8) == 0) {
+    const int64_t row = guess_row(a.seqs, n);
+    const T* const state = static_cast<const T*>(a.state.ptr) + row * a.state.s_p + c * a.state.s_c;
+#pragma unroll
+    for (int i = 0; i < (TAPS ? 1 : L); i++) {
+      if (row >= 0) prefetch_line(state + i * step);
+    }
+    prefetch_line(x_at);
+  }
   wait_for_previous_kernel();
   const Sequence s = device_sequence(a.seqs, n, 0);
   let_next_kernel_start();
@@ -146,10 +159,8 @@ __global__ void __launch_bounds__(128)
     *reinterpret_cast<uint4*>(out) = make_uint4(0, 0, 0, 0);
     return;
   }
-  const uint4 raw_x =
-      *reinterpret_cast<const uint4*>(static_cast<const T*>(a.x.ptr) + n * a.x.sb + c);
+  const uint4 raw_x = *reinterpret_cast<const uint4*>(x_at);
   T* const state = static_cast<T*>(a.state.ptr) + s.row * a.state.s_p + c * a.state.s_c;
-  const int64_t step = TAPS ? 8 : a.state.s_l;  // elements between the L vectors of this thread
   uint4 raw[L];
 #pragma unroll
   for (int i = 0; i < L; i++) {

@@ -1,7 +1,7 @@
 // weight * rmsnorm(x) * silu(gate), one warp a row.
 #pragma once
 
-#include "common.cuh"
+#include "mma.cuh"
 
 namespace gdn {
 namespace cuda {
@@ -86,28 +86,78 @@ __global__ void __launch_bounds__(128) norm_rows(const __grid_constant__ NormArg
 
 // The heads of a token: x and y are contiguous [tokens, HV, V], the gate is a view of the packed
 // projection. blockIdx = (four heads, token).
-template <class XT, class GT, int PER_LANE>
+template <class T>
 __global__ void __launch_bounds__(128)
-    norm_heads(const __grid_constant__ NormArgs a, const __grid_constant__ View gate, int HV, int T,
-               int64_t tokens) {
+    norm_heads(const __grid_constant__ NormArgs a, const __grid_constant__ View gate, int HV,
+               int steps, int64_t tokens) {
   const int hv = blockIdx.x * 4 + (threadIdx.x >> 5), lane = threadIdx.x & 31;
-  // The gate is older than the kernel before this one: it may be on its way already.
-  if (hv < HV && blockIdx.y < tokens) {
-    const int64_t token = blockIdx.y, b = T == 1 ? token : token / T, t = token - b * T;
-    const GT* const z = static_cast<const GT*>(gate.ptr) + offset_of(gate, b, t, hv);
-    for (int c = lane * 128 / static_cast<int>(sizeof(GT)); c < a.V; c += 32 * 128) {
-      asm volatile("prefetch.global.L2 [%0];" ::"l"(z + c * gate.sd));
-    }
-  }
   wait_for_previous_kernel();
   let_next_kernel_start();
   if (hv >= HV) return;
   for (int64_t token = blockIdx.y; token < tokens; token += gridDim.y) {
-    const int64_t b = T == 1 ? token : token / T, t = token - b * T;
+    const int64_t b = steps == 1 ? token : token / steps, t = token - b * steps;
     const int64_t row = (token * HV + hv) * a.V;
-    norm_row<XT, GT, PER_LANE, true>(a, static_cast<const XT*>(a.x) + row,
-                                     static_cast<const GT*>(gate.ptr) + offset_of(gate, b, t, hv),
-                                     static_cast<XT*>(a.y) + row, lane);
+    norm_row<T, T, 0, true>(a, static_cast<const T*>(a.x) + row,
+                            static_cast<const T*>(gate.ptr) + offset_of(gate, b, t, hv),
+                            static_cast<T*>(a.y) + row, lane);
+  }
+}
+
+// The same for V = 128 and at most kMaxGridY tokens, half a warp a head and blockIdx = (eight
+// heads, token): all of a step runs at once then, and only x is read after the wait. Gate and
+// weight are older than the kernel before this one, which waited for those before it.
+template <class T>
+__global__ void __launch_bounds__(128, sizeof(T) == 2 ? 12 : 8)
+    norm_heads_128(const __grid_constant__ NormArgs a, const __grid_constant__ View gate, int HV,
+                   int steps) {
+  constexpr int W = RawVec<T, 8>::W, PER = 8 / W;  // words of a lane, elements of a word
+  const unsigned hv = blockIdx.x * 8 + (threadIdx.x >> 4), c = (threadIdx.x & 15) * 8;
+  const unsigned token = blockIdx.y, b = token / static_cast<unsigned>(steps);
+  const bool live = hv < static_cast<unsigned>(HV);
+  uint32_t raw_w[8];
+#pragma unroll
+  for (int e = 0; e < 8; e++) {
+    raw_w[e] = load_bits(a.weight.ptr, a.weight.dtype, (c + e) * a.weight.s0);
+  }
+  RawVec<T, 8> x = {}, z = {};
+  if (live) {
+    z = load_raw<T, 8>(static_cast<const T*>(gate.ptr) +
+                       offset_of(gate, b, token - b * static_cast<unsigned>(steps), hv) + c);
+  }
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  const int64_t at = (int64_t{token} * HV + hv) * 128 + c;
+  if (live) x = load_raw<T, 8>(static_cast<const T*>(a.x) + at);
+  float f[8], sum = 0.f;
+  raw_to_float<T, 8>(x, f);
+#pragma unroll
+  for (int e = 0; e < 8; e++) sum = __fmaf_rn(f[e], f[e], sum);
+  sum = lane_sum<16>(sum);
+#pragma unroll
+  for (int i = 0; i < W; i++) {
+    RawVec<T, 8> one = {};
+    float y[8], gates[8];
+    one.w[0] = x.w[i];
+    raw_to_float<T, 8>(one, y);
+    one.w[0] = z.w[i];
+    raw_to_float<T, 8>(one, gates);
+#pragma unroll
+    for (int e = 0; e < PER; e++) {
+      y[e] = gated_norm(y[e], sum, 128, a.eps, bits_to_float(raw_w[i * PER + e], a.weight.dtype),
+                        a.weight.dtype, gates[e], TypeOf<T>::value);
+      if (sum == 0.f) y[e] = 0.f;  // padding rows are zeros whatever the gate holds
+    }
+    if constexpr (PER == 2) {
+      x.w[i] = pack_pair<T>(y[0], y[1]);
+    } else {
+      x.w[i] = __float_as_uint(y[0]);
+    }
+  }
+  if (!live) return;
+#pragma unroll
+  for (int i = 0; i < W; i += 4) {
+    *reinterpret_cast<uint4*>(static_cast<T*>(a.y) + at + i * PER) =
+        make_uint4(x.w[i], x.w[i + 1], x.w[i + 2], x.w[i + 3]);
   }
 }
 

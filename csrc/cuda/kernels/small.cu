@@ -79,8 +79,10 @@ cudaError_t token_launch(const ConvArgs& a, const ConvTarget& to, const GateOutp
     const int64_t count = a.seqs.N - first < kMaxGridY ? a.seqs.N - first : kMaxGridY;
     const dim3 grid(blocks_for(a.C / 8 + (gate.g ? gate.HV : 0), 128),
                     static_cast<unsigned>(count));
-    const cudaError_t error =
-        launch(conv_token<T, L, TAPS>, grid, dim3(128), 0, stream, a, to, gate, first, norm_lanes);
+    // Worth it where all blocks wait at once (docs/cuda.md).
+    const bool ahead = int64_t{grid.x} * grid.y <= 16 * multiprocessors();
+    const cudaError_t error = launch(conv_token<T, L, TAPS>, grid, dim3(128), 0, stream, a, to,
+                                     gate, first, norm_lanes, ahead);
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;
@@ -128,10 +130,11 @@ cudaError_t heads_launch(const NormArgs& a, const View& gate, int64_t B, int64_t
   const dim3 grid(static_cast<unsigned>((HV + 3) / 4),
                   static_cast<unsigned>(tokens < kMaxGridY ? tokens : kMaxGridY));
   const int hv = static_cast<int>(HV), t = static_cast<int>(T);
-  if (vec && a.V == 128) {
-    return launch(norm_heads<XT, XT, 4>, grid, dim3(128), 0, stream, a, gate, hv, t, tokens);
+  if (vec && a.V == 128 && vector_view(gate, 8) && tokens <= kMaxGridY) {
+    return launch(norm_heads_128<XT>, dim3((grid.x + 1) / 2, grid.y), dim3(128), 0, stream, a, gate,
+                  hv, t);
   }
-  return launch(norm_heads<XT, XT, 0>, grid, dim3(128), 0, stream, a, gate, hv, t, tokens);
+  return launch(norm_heads<XT>, grid, dim3(128), 0, stream, a, gate, hv, t, tokens);
 }
 
 }  // namespace
