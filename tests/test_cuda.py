@@ -350,6 +350,45 @@ def test_buffered_window_dtypes(l2norm, kd, ud, state_dtype):
     close("state", device, want_state, torch.bfloat16, 3)
 
 
+@pytest.mark.parametrize("state_dtype", DTYPES)
+@pytest.mark.parametrize("T,R,V", [(1, 16, 128), (2, 13, 40), (3, 33, 128), (4, 16, 72),
+                                   (4, 8, 36)])  # fmt: skip
+def test_buffered_usual_dtypes(T, R, V, state_dtype):
+    """What a model has: bfloat16 tokens, the window as the state; over a fold and more."""
+    B, H, HV = 2, 2, 6
+    state = pool(B, HV, V, 128, state_dtype)
+    exact, device = state.double(), state.cuda()
+    k_dtype = torch.float32 if state_dtype == torch.float32 else torch.bfloat16
+    win = window(B, H, HV, R, 128, V, k_dtype, state_dtype)
+    for step in range(R // T + 3):
+        args = inputs(B, T, H, HV, 128, V, torch.bfloat16, seed=step)
+        want, exact = reference.recurrent(*args, exact, qk_l2norm=True)
+        o = ops.recurrent_buffered(*gpu(*args), device, *win, qk_l2norm=True)
+        close(f"o {step}", o, want, torch.bfloat16, 3)
+    ops.window_flush(device, *win)
+    close("state", device, exact, torch.bfloat16, 3)
+
+
+@pytest.mark.parametrize("state_dtype", DTYPES)
+def test_a_cleared_window_forgets_what_was_not_finite(state_dtype):
+    B, H, HV, R = 2, 2, 4, 8
+    k_dtype = torch.float32 if state_dtype == torch.float32 else torch.bfloat16
+    outputs = []
+    for value in (1.0, float("inf")):
+        state = pool(B, HV, 128, 128, state_dtype).cuda()
+        win = window(B, H, HV, R, 128, 128, k_dtype, state_dtype)
+        for step in range(2):
+            args = gpu(*inputs(B, 1, H, HV, 128, 128, torch.bfloat16, seed=step))
+            if step == 0:
+                args[2][0, 0, 1, 5] = value
+            else:
+                args[3].fill_(-float("inf"))
+            o = ops.recurrent_buffered(*args, state, *win, qk_l2norm=True)
+        assert torch.isfinite(o).all()
+        outputs.append(o)
+    assert torch.equal(*outputs)
+
+
 def test_window_counts_survive_more_blocks_than_a_byte_counts():
     H, HV, K, V, R = 2, 130, 64, 130, 4
     state = pool(2, HV, V, K)

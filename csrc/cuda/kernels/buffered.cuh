@@ -26,6 +26,7 @@
 #include "norm.cuh"
 #include "inner.cuh"
 #include "mma.cuh"
+#include "updates.cuh"
 #include "window.cuh"
 
 namespace gdn {
@@ -397,7 +398,10 @@ __global__ void __launch_bounds__(VB, MIN_BLOCKS)
   using Shared = BufferedShared<ST, KT, K, VB, TG, ALONE>;
   using Columns = WindowColumns<ST, K, TG>;
   constexpr int WARPS = VB / 32, E = 16 / sizeof(ST), CH = K / E, NV = 2 * TG;
-  constexpr int PRE = 16;  // entries of u a thread has in flight
+  constexpr int PRE = 16;  // entries of u in flight
+  // Updates of 16 bits beside such a base go through the tensor cores too, and the rows of a warp
+  // stand in their order.
+  constexpr bool kUpdateTiles = Columns::k16Bit && !kIsAny<UT> && sizeof(UT) == 2;
   extern __shared__ __align__(128) unsigned char shared[];
   __shared__ float parts[TG][WARPS];
   const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, group = lane >> 2, quad = lane & 3;
@@ -406,10 +410,18 @@ __global__ void __launch_bounds__(VB, MIN_BLOCKS)
   const int h = static_cast<int>(grid.ratio(hv));
   const int64_t n = grid.first + blockIdx.y;
   const int V = static_cast<int>(a.V);
-  const bool live = row0 + tid < V;
+  // The row of V that this thread takes, and the place of its products: `tid`.
+  const auto row_of = [](int place) { return kUpdateTiles ? row_at(place) : place; };
+  const int own_row = warp * 32 + row_of(lane);
+  const bool live = row0 + own_row < V;
+  // What is worked out from such a copy is not kept from where it was needed before.
+  const auto again = [](int64_t x) {
+    asm volatile("" : "+l"(x));
+    return x;
+  };
   const Window& w = a.window;
 
-  // 16-byte chunk c of row r stands at chunk c ^ (r & 7): no bank conflicts by row or by column.
+  // 16-byte chunk c of place r stands at chunk c ^ (r & 7): no bank conflicts by row or by column.
   // A warp touches its own 32 rows only.
   uint4* const tile = reinterpret_cast<uint4*>(shared) + warp * 32 * CH;
   const auto chunk_at = [&](int r, int c) -> uint4& { return tile[r * CH + (c ^ (r & 7))]; };
@@ -421,12 +433,14 @@ __global__ void __launch_bounds__(VB, MIN_BLOCKS)
     const int r0 = lane / CH, c0 = lane % CH;
     const ST* from = home + (warp_row + r0) * a.state.s_v + c0 * E;
     const int64_t step = STEP * a.state.s_v;
-    // r0 < STEP, a power of two, and r a multiple of it: the swizzle splits in two.
-    const uint32_t to = shared_address(tile + r0 * CH), swizzled = (c0 ^ r0) * 16;
+    // r0 < STEP, a power of two, and r a multiple of it: place and swizzle split in two.
+    const int p0 = row_of(r0);
+    const uint32_t to = shared_address(tile + p0 * CH), swizzled = (c0 ^ (p0 & 7)) * 16;
     const auto copy = [&](int r) {
+      const int p = row_of(r);
 #pragma unroll
       for (int part = 0; part < PARTS; part++) {
-        copy_async(to + (r * CH + part * 32) * 16 + (swizzled ^ ((r & 7) * 16)),
+        copy_async(to + (p * CH + part * 32) * 16 + (swizzled ^ ((p & 7) * 16)),
                    from + 32 * part * E);
       }
       from += step;
@@ -486,7 +500,7 @@ __global__ void __launch_bounds__(VB, MIN_BLOCKS)
     const WindowRow s = window_row<TG == 1>(a, n);
     for (int t = 0; live && !grid.flush && t < s.tokens; t++) {
       store_as(result.ptr, result.dtype,
-               offset_of(result, b, s.start + t, hv) + (row0 + tid) * result.sd, 0.f);
+               offset_of(result, b, s.start + t, hv) + (row0 + own_row) * result.sd, 0.f);
     }
     return;
   }
@@ -496,7 +510,7 @@ __global__ void __launch_bounds__(VB, MIN_BLOCKS)
         pack_fill({(plan.fold ? 0 : plan.pending) + T, T > 0 ? T - 1 : 0, 0});
   }
   // Updates are asked for before the base where their registers cost no other block its place.
-  constexpr bool kUpdatesFirst = sizeof(ST) == 4;
+  constexpr bool kUpdatesFirst = sizeof(ST) == 4 || kUpdateTiles;
   const bool base_due = !ALONE && first_wave
                             ? grid.flush && plan.fold
                             : plan.fold || wanted(plan.row, plan.tokens, plan.fresh);
@@ -508,11 +522,11 @@ __global__ void __launch_bounds__(VB, MIN_BLOCKS)
   // Pointers once; inside a row offsets fit 32 bits (window_refusal).
   DType at = a.q.dtype;
   if constexpr (!kIsAny<AT>) at = TypeOf<AT>::value;
-  char* const pu =
-      const_cast<char*>(element_of(w.u, w.u_dtype, plan.row * w.su_p + hv * w.su_h + row0));
+  const auto updates_of = [&](int64_t row) {
+    return const_cast<char*>(element_of(w.u, w.u_dtype, row * w.su_p + hv * w.su_h + row0));
+  };
+  char* const pu = updates_of(plan.row);
   const char* const pv = element_of(a.v.ptr, at, offset_of(a.v, b, plan.start, hv) + row0 * a.v.sd);
-  char* const po = const_cast<char*>(
-      element_of(a.out.ptr, at, offset_of(a.out, b, plan.start, hv) + row0 * a.out.sd));
   const int su = static_cast<int>(w.su_r);
   const int v_st = static_cast<int>(a.v.st), v_sd = static_cast<int>(a.v.sd);
   const int o_st = static_cast<int>(a.out.st), o_sd = static_cast<int>(a.out.sd);
@@ -533,12 +547,13 @@ __global__ void __launch_bounds__(VB, MIN_BLOCKS)
       copy_async(shared_address(record) + i * 16, head + i * 4);
     }
   };
-  uint32_t raw_v[TG], raw_u[PRE];
+  uint32_t raw_v[TG], raw_u[kUpdateTiles ? 1 : PRE];
+  UpdateTile<std::conditional_t<kUpdateTiles, UT, bf16>> tile_u;
   const auto load_v = [&](int t0, int tokens) {
 #pragma unroll
     for (int t = 0; t < TG; t++) {
       const int token = t0 + (t < tokens ? t : 0);
-      raw_v[t] = live && !CONV ? load_one<AT>(pv, at, token * v_st + tid * v_sd) : 0;
+      raw_v[t] = live && !CONV ? load_one<AT>(pv, at, token * v_st + own_row * v_sd) : 0;
     }
   };
   // Entries past the last are read as the last: never used, and no predicate a load.
@@ -546,14 +561,25 @@ __global__ void __launch_bounds__(VB, MIN_BLOCKS)
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const int e = e0 + i < count ? e0 + i : count - 1;
-      raw_u[to + i] = load_one<UT>(pu, w.u_dtype, e * su + (live ? tid : 0));
+      raw_u[to + i] = load_one<UT>(pu, w.u_dtype, e * su + (live ? own_row : 0));
     }
   };
-  int held = count;  // entries whose updates are asked for at once
+  // Entries whose updates are asked for at once; a fold needs them too.
+  int held = kUpdateTiles ? plan.pending : count;
+  const auto load_tile = [&](int first, int count) {
+    if constexpr (kUpdateTiles) {
+      tile_u.load(reinterpret_cast<const UT*>(pu) + warp * 32, su, first, count, V - warp_row,
+                  group, quad);
+    }
+  };
   const auto load_u = [&]() {
+    if constexpr (kUpdateTiles) {
+      load_tile(0, held);
+    } else {
 #pragma unroll
-    for (int e = 0; e < PRE; e += 4) {
-      if (e < held) load_four(e, e, held);
+      for (int e = 0; e < PRE; e += 4) {
+        if (e < held) load_four(e, e, held);
+      }
     }
   };
   const auto tokens_of = [&](int t0) { return TG == 1 ? 1 : T - t0 < TG ? T - t0 : TG; };
@@ -576,16 +602,22 @@ __global__ void __launch_bounds__(VB, MIN_BLOCKS)
     // What is small is asked for before the counts are known, keys and log decays of every slot.
     // The base comes last, as what is asked for after it arrives after it.
     __shared__ unsigned counts;
+    // Each token has a warp; a single one takes them in turn, block by block. Another asks for the
+    // counts then, which would be waited for with all that the first one asks for.
+    const int token = TG == 1 ? (warp + static_cast<int>(blockIdx.x)) % WARPS : warp;
+    const bool counter = lane == 0 && token == (TG == 1 ? 1 : 0);
     unsigned word = 0;
-    if (tid == 0) {
-      word = atomicAdd(reinterpret_cast<unsigned*>(w.fill + plan.row * w.s_fill), 1u << 24);
+    if (counter) {
+      // The lane is zero, which the compiler cannot know from here: for one address for all it
+      // would pass the result round the warp, and wait for it at once.
+      unsigned zero;
+      asm volatile("mov.u32 %0, %%laneid;" : "=r"(zero));
+      word = atomicAdd(reinterpret_cast<unsigned*>(w.fill + plan.row * w.s_fill + zero), 1u << 24);
     }
     for (int first = 0; first < (Inner::kStaged ? R : 1); first += 16) {
       inner.ask_keys(keys, key_step, R, first);
     }
     commit_copies();
-    // Each token has a warp; a single one takes them in turn, block by block.
-    const int token = TG == 1 ? (warp + static_cast<int>(blockIdx.x)) % WARPS : warp;
     TokenWeights<ST, KT, K, WARPS, TG> own_weights;
     TokenColumns<ST, KT, K, TG> own;
     inner.ask_tokens(a, b, plan.start, h, T);
@@ -594,7 +626,7 @@ __global__ void __launch_bounds__(VB, MIN_BLOCKS)
       own_weights.ask_gates(a.gates, b, plan.start, hv, T, lane);
       own.ask(a, b, plan.start + token, h, lane);
     }
-    if (tid == 0) counts = word;
+    if (counter) counts = word;
     __syncthreads();
     plan = plan_of(a, held_by, static_cast<int32_t>(counts), false);
     count = plan.fold ? 0 : plan.pending;
@@ -643,22 +675,34 @@ __global__ void __launch_bounds__(VB, MIN_BLOCKS)
     const float whole = fold[R];
     if constexpr (Columns::k16Bit) {
       // base [rows x K] = whole * base + (weights * u)^T [rows x entries] keys [entries x K].
-      // Column n of n-tile j of a block of 64 columns is column 8 n + j there: then a lane's
-      // operands are 16-byte pieces of keys and of rows of the base.
+      // Column n of n-tile j of a block of 32 columns is column 4 n + j there: then a lane's
+      // operands are eight bytes of keys and a chunk of rows of the base.
       bool exact_keys = w.k_dtype == TypeOf<ST>::value;
       if constexpr (!kIsAny<KT>) exact_keys = TypeOf<KT>::value == TypeOf<ST>::value;
-      const auto u_of = [&](int e, int r) {
-        if (e >= folded || warp_row + r >= V) return 0.f;
-        const float weight = fold[e];
-        const float u =
-            one_to_float<UT>(load_one<UT>(pu, w.u_dtype, e * su + warp * 32 + r), w.u_dtype);
+      const auto weigh = [&](int e, float u) {
+        const float weight = e < folded ? fold[e] : 0.f;
         return weight == 0.f ? 0.f : weight * u;
       };
+      const auto u_of = [&](int e, int r) {
+        if (e >= folded || warp_row + r >= V) return 0.f;
+        return weigh(
+            e, one_to_float<UT>(load_one<UT>(pu, w.u_dtype, e * su + warp * 32 + r), w.u_dtype));
+      };
       const auto rows_of = [&](int e0, int m, uint32_t (&big)[4], uint32_t (&small)[4]) {
+        uint32_t left[4];
+        if constexpr (kUpdateTiles) tile_u.left(m, left);
 #pragma unroll
         for (int i = 0; i < 4; i++) {
           const int e = e0 + 2 * quad + (i & 2) * 4, r = m * 16 + group + (i & 1) * 8;
-          const float x = u_of(e, r), y = u_of(e + 1, r);
+          float x, y;
+          if constexpr (kUpdateTiles) {
+            const float2 u = unpack_pair<UT>(left[i]);
+            x = weigh(e, u.x);
+            y = weigh(e + 1, u.y);
+          } else {
+            x = u_of(e, r);
+            y = u_of(e + 1, r);
+          }
           big[i] = pack_pair<ST>(x, y);
           small[i] = pack_pair<ST>(low_part<ST>(x), low_part<ST>(y));
         }
@@ -669,62 +713,59 @@ __global__ void __launch_bounds__(VB, MIN_BLOCKS)
       arrived();
       __syncwarp();
 #pragma unroll 1
-      for (int block = 0; block < K / 64; block++) {
+      for (int block = 0; block < K / 32; block++) {
 #pragma unroll
         for (int m = 0; m < 2; m++) {
-          const int r = m * 16 + group;
-          float c[8][4];
+          const int p = m * 16 + group, chunk = block * 4 + quad;
+          float c[4][4];
 #pragma unroll
           for (int half = 0; half < 2; half++) {
-            float low[8], high[8];
-            Vec<ST>::unpack(chunk_at(r + 8 * half, block * 8 + 2 * quad), low);
-            Vec<ST>::unpack(chunk_at(r + 8 * half, block * 8 + 2 * quad + 1), high);
+            float f[8];
+            Vec<ST>::unpack(chunk_at(p + 8 * half, chunk), f);
 #pragma unroll
             for (int j = 0; j < 8; j++) {
-              c[j][2 * half] = whole == 0.f ? 0.f : whole * low[j];
-              c[j][2 * half + 1] = whole == 0.f ? 0.f : whole * high[j];
+              c[j % 4][2 * half + j / 4] = whole == 0.f ? 0.f : whole * f[j];
             }
           }
 #pragma unroll 1
           for (int e0 = 0; e0 < folded; e0 += 16) {
-            if (folded > 16) rows_of(e0, m, big[m], small[m]);
-            uint32_t key[4][4], rest[4][4];
+            if (folded > 16) {
+              load_tile(e0, folded);
+              rows_of(e0, m, big[m], small[m]);
+            }
+            uint32_t key[4][2], rest[4][2];
 #pragma unroll
             for (int i = 0; i < 4; i++) {
               const int e = e0 + 2 * quad + (i & 1) + (i & 2) * 4;
-              Some<8> raw;
-              if constexpr (ALONE) {
-                uint4 x = make_uint4(0, 0, 0, 0);
-                if (e < folded) x = *inner.piece(e, block * 8 + group);
-                raw.w[0] = x.x;
-                raw.w[1] = x.y;
-                raw.w[2] = x.z;
-                raw.w[3] = x.w;
-              } else {
-#pragma unroll
-                for (int x = 0; x < 8; x++) raw.w[x] = 0;
-                if (e < folded) {
-                  raw = load_some<KT, 8>(pw, w.k_dtype, e * K + block * 64 + group * 8);
+              Some<4> raw = {};
+              if (e < folded) {
+                if constexpr (ALONE) {
+                  const uint2 x = reinterpret_cast<const uint2*>(
+                      inner.piece(e, block * 4 + group / 2))[group & 1];
+                  raw.w[0] = x.x;
+                  raw.w[1] = x.y;
+                } else {
+                  raw = load_some<KT, 4>(pw, w.k_dtype, e * K + block * 32 + group * 4);
                 }
               }
               if (exact_keys) {
 #pragma unroll
-                for (int x = 0; x < 4; x++) {
+                for (int x = 0; x < 2; x++) {
                   key[i][x] = raw.w[x];
                   rest[i][x] = 0;
                 }
               } else {
-                float f[8];
-                some_to_float<KT, 8>(raw, w.k_dtype, f);
+                float f[4];
+                some_to_float<KT, 4>(raw, w.k_dtype, f);
 #pragma unroll
-                for (int x = 0; x < 4; x++) {
+                for (int x = 0; x < 2; x++) {
                   key[i][x] = pack_pair<ST>(f[2 * x], f[2 * x + 1]);
                   rest[i][x] = pack_pair<ST>(low_part<ST>(f[2 * x]), low_part<ST>(f[2 * x + 1]));
                 }
               }
             }
 #pragma unroll
-            for (int j = 0; j < 8; j++) {
+            for (int j = 0; j < 4; j++) {
               const unsigned pick = j & 1 ? 0x7632u : 0x5410u;
               const uint32_t b0 = __byte_perm(key[0][j / 2], key[1][j / 2], pick);
               const uint32_t b1 = __byte_perm(key[2][j / 2], key[3][j / 2], pick);
@@ -738,23 +779,21 @@ __global__ void __launch_bounds__(VB, MIN_BLOCKS)
           }
 #pragma unroll
           for (int half = 0; half < 2; half++) {
-            float low[8], high[8];
+            float f[8];
 #pragma unroll
-            for (int j = 0; j < 8; j++) {
-              low[j] = c[j][2 * half];
-              high[j] = c[j][2 * half + 1];
-            }
-            chunk_at(r + 8 * half, block * 8 + 2 * quad) = Vec<ST>::pack(low);
-            chunk_at(r + 8 * half, block * 8 + 2 * quad + 1) = Vec<ST>::pack(high);
+            for (int j = 0; j < 8; j++) f[j] = c[j % 4][2 * half + j / 4];
+            chunk_at(p + 8 * half, chunk) = Vec<ST>::pack(f);
           }
         }
       }
       __syncwarp();
+      ST* const to =
+          static_cast<ST*>(a.state.ptr) + again(plan.row) * a.state.s_p + hv * a.state.s_h;
 #pragma unroll 4
       for (int i = 0; i < CH; i++) {
-        const int r = (i * 32 + lane) / CH, c = (i * 32 + lane) % CH;
+        const int p = (i * 32 + lane) / CH, c = (i * 32 + lane) % CH, r = row_of(p);
         if (warp_row + r < V) {
-          store_evict_first(home + (warp_row + r) * a.state.s_v + c * E, chunk_at(r, c));
+          store_evict_first(to + (warp_row + r) * a.state.s_v + c * E, chunk_at(p, c));
         }
       }
     } else {
@@ -828,9 +867,15 @@ __global__ void __launch_bounds__(VB, MIN_BLOCKS)
         }
       }
     }
+    // Read again rather than held all the while: a value that is spilled is waited for at once.
+    if (ALONE) load_v(0, T);
     // No entries are left; saying so keeps registers from being held for them up there.
+    if constexpr (kUpdateTiles) {
+      tile_u.clear();
+    } else {
 #pragma unroll
-    for (int e = 0; e < PRE; e++) raw_u[e] = 0;
+      for (int e = 0; e < PRE; e++) raw_u[e] = 0;
+    }
   }
 
   for (int t0 = 0; t0 < (TG == 1 ? (T > 0 ? 1 : 0) : T); t0 += TG) {
@@ -838,56 +883,121 @@ __global__ void __launch_bounds__(VB, MIN_BLOCKS)
     if (!ALONE && (!kUpdatesFirst || t0 > 0)) {
       load_v(t0, tokens);
       held = count;
+      if (kUpdateTiles) __syncwarp();  // other lanes stored what this one reads
       load_u();
     }
     NormInputs<TG> norm_in;
-    if (TG == 1 && grid.norm.on && live) norm_in.load(grid.norm, 1, b, plan.start, hv, tid);
+    if (TG == 1 && grid.norm.on && live) norm_in.load(grid.norm, 1, b, plan.start, hv, own_row);
     uint2 taps = make_uint2(0, 0);
     if constexpr (CONV) {
-      if (live) taps = conv.taps_of<AT>(channel + tid);
+      if (live) taps = conv.taps_of<AT>(channel + own_row);
     }
-    arrived();
+    // What the entries give: places 16 m + group and 8 below, columns k and q of token `quad`. What
+    // it takes is there before the base where this block worked it out itself.
+    float sums[kUpdateTiles ? 2 : 1][4] = {};
+    if (!(ALONE && kUpdateTiles)) arrived();
     __syncthreads();
+    if constexpr (kUpdateTiles) {
+      const float* const from = reinterpret_cast<const float*>(weights) + group;
+#pragma unroll 1
+      for (int e0 = 0; e0 < count; e0 += PRE) {
+        if (e0 > 0) load_tile(e0, count);
+        float weight[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          const int e = e0 + 2 * quad + (i & 1) + (i & 2) * 4;
+          weight[i] = group < 2 * tokens && e < count ? from[e * NV] : 0.f;
+        }
+        tile_u.multiply(sums, weight);
+      }
+      // An entry of weight zero is skipped too, whatever it holds: what is not finite is summed
+      // again one by one.
+      float odd = 0.f;
+#pragma unroll
+      for (int i = 0; i < 4; i++) odd += (sums[0][i] + sums[1][i]) * 0.f;
+      if (__any_sync(kFullMask, odd != 0.f)) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) sums[0][i] = sums[1][i] = 0.f;
+#pragma unroll 1
+        for (int e = 0; quad < tokens && e < count; e++) {
+          const float2 weight = weights[e * TG + quad];
+#pragma unroll
+          for (int i = 0; i < 4; i++) {
+            const int r = warp * 32 + row_of(i * 8 + group);
+            if (row0 + r >= V) continue;
+            const float u = to_float(reinterpret_cast<const UT*>(pu)[e * su + r]);
+            float (&sum)[4] = sums[i / 2];
+            const int at = i % 2 * 2;
+            if (weight.x != 0.f) sum[at] = __fmaf_rn(weight.x, u, sum[at]);
+            if (weight.y != 0.f) sum[at + 1] = __fmaf_rn(weight.y, u, sum[at + 1]);
+          }
+        }
+      }
+    }
+    if (ALONE && kUpdateTiles) {
+      arrived();
+      __syncwarp();
+    }
     float own_v = 0.f;
     if constexpr (CONV) {
-      if (live) own_v = conv.convolve<AT, VB>(staged, taps, plan.fresh, channel);
+      if (live) own_v = conv.convolve<AT, VB>(staged, taps, plan.fresh, channel, own_row);
       conv.roll<AT, VB>(staged, plan.row, plan.fresh, channel, channels);
     }
     float p[TG], o[TG], x[TG], y[TG];
 #pragma unroll
     for (int t = 0; t < TG; t++) p[t] = o[t] = x[t] = y[t] = 0.f;
-    if (!plan.fresh) {
-      // Rows 16 m + group and 8 below, columns k and q of token `quad`, in two parts.
-      const auto keep_products = [&](int m, const float (&c)[4], const float (&d)[4]) {
-        if (quad < TG) {
-          float2* const to = products + (warp * 32 + m * 16 + group) * TG + quad;
-          to[0] = make_float2(c[0] + d[0], c[1] + d[1]);
-          to[8 * TG] = make_float2(c[2] + d[2], c[3] + d[3]);
+    // Rows and columns as those of sums; in two parts.
+    const auto keep_products = [&](int m, const float (&c)[4], const float (&d)[4]) {
+      if (quad >= TG) return;
+      float r[4];
+#pragma unroll
+      for (int i = 0; i < 4; i++) r[i] = c[i] + d[i];
+      if constexpr (kUpdateTiles) {
+        // A base of weight zero is skipped, whatever it holds.
+        const float4 token = record[quad];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          const float weight = i & 1 ? token.y : token.x;
+          r[i] = weight != 0.f && !plan.fresh ? __fmaf_rn(weight, r[i], sums[m][i]) : sums[m][i];
         }
-      };
+      }
+      float2* const to = products + (warp * 32 + m * 16 + group) * TG + quad;
+      to[0] = make_float2(r[0], r[1]);
+      to[8 * TG] = make_float2(r[2], r[3]);
+    };
+    if (kUpdateTiles || !plan.fresh) {
       if constexpr (Columns::k16Bit) {
         const ST* const column = reinterpret_cast<const ST*>(columns) +
                                  (group < NV ? group : 0) * Columns::kPitch + 2 * quad;
         const uint32_t first_row = shared_address(tile + (lane & 15) * CH);
         const uint32_t first_chunk = ((lane >> 4) ^ (lane & 7)) * 16;
+        // Two sums each, of every other step where there is no second part: a product waits for
+        // the one before it.
+        float c[2][2][4] = {};
 #pragma unroll
-        for (int m = 0; m < 2; m++) {
-          float c[4] = {0.f, 0.f, 0.f, 0.f}, d[4] = {0.f, 0.f, 0.f, 0.f};
+        for (int s = 0; s < K / 16; s++) {
+          const auto word = [&](int offset) {
+            return *reinterpret_cast<const uint32_t*>(column + 16 * s + offset);
+          };
+          constexpr int low = NV * Columns::kPitch;
+          const uint32_t b0 = word(0), b1 = word(8);
+          uint32_t low0 = 0, low1 = 0;
+          if (!ALONE) {
+            low0 = word(low);
+            low1 = word(low + 8);
+          }
 #pragma unroll
-          for (int s = 0; s < K / 16; s++) {
+          for (int m = 0; m < 2; m++) {
             uint32_t rows[4];
             // chunk_at(m * 16 + (lane & 15), 2 * s + (lane >> 4)), in a form that is cheaper to
             // work out than to keep.
             load_matrices(rows, first_row + m * 16 * CH * 16 + (first_chunk ^ (s * 32)));
-            const auto word = [&](int offset) {
-              return *reinterpret_cast<const uint32_t*>(column + 16 * s + offset);
-            };
-            constexpr int low = NV * Columns::kPitch;
-            mma_16x8x16<ST>(c, rows, word(0), word(8));
-            if (!ALONE) mma_16x8x16<ST>(d, rows, word(low), word(low + 8));
+            mma_16x8x16<ST>(c[m][ALONE ? s & 1 : 0], rows, b0, b1);
+            if (!ALONE) mma_16x8x16<ST>(c[m][1], rows, low0, low1);
           }
-          keep_products(m, c, d);
         }
+#pragma unroll
+        for (int m = 0; m < 2; m++) keep_products(m, c[m][0], c[m][1]);
       } else if constexpr (Columns::kMma) {
         // Contracted column t of step (s, e) is column 32 s + 8 t + e, t + 4 the one four further:
         // then a lane's operands are 16-byte pieces.
@@ -963,7 +1073,7 @@ __global__ void __launch_bounds__(VB, MIN_BLOCKS)
       }
     };
 #pragma unroll 1
-    for (int e0 = 0; e0 < count; e0 += PRE) {
+    for (int e0 = 0; !kUpdateTiles && e0 < count; e0 += PRE) {
 #pragma unroll
       for (int i = 0; i < PRE; i += 4) {
         if (e0 + i < count) {
@@ -975,20 +1085,31 @@ __global__ void __launch_bounds__(VB, MIN_BLOCKS)
         }
       }
     }
+    char* const late_pu = kUpdateTiles ? updates_of(again(plan.row)) : pu;
+    char* const po = const_cast<char*>(element_of(
+        a.out.ptr, at,
+        offset_of(a.out, kUpdateTiles ? again(b) : b, plan.start, hv) + row0 * a.out.sd));
     float out[TG];
 #pragma unroll
     for (int t = 0; t < TG; t++) {
       out[t] = 0.f;
+      // Converted no sooner: the wait for a value must not stand before what is asked for after it.
+      asm volatile("" : "+r"(raw_v[t]));
       if (t < tokens) {
         const float4 token = record[t];
-        // A base of weight zero is skipped, whatever it holds.
-        if (token.x != 0.f) p[t] = __fmaf_rn(token.x, x[t], p[t]);
-        if (token.y != 0.f) o[t] = __fmaf_rn(token.y, y[t], o[t]);
+        if constexpr (kUpdateTiles) {
+          p[t] += x[t];
+          o[t] += y[t];
+        } else {
+          // A base of weight zero is skipped, whatever it holds.
+          if (token.x != 0.f) p[t] = __fmaf_rn(token.x, x[t], p[t]);
+          if (token.y != 0.f) o[t] = __fmaf_rn(token.y, y[t], o[t]);
+        }
         const float u = token.w * ((CONV ? own_v : one_to_float<AT>(raw_v[t], at)) - p[t]);
         out[t] = a.scale * __fmaf_rn(token.z, u, o[t]);
         if (live) {
-          store_one<UT>(pu, w.u_dtype, (count + t) * su + tid, u);
-          if (!grid.norm.on) store_one<AT>(po, at, (t0 + t) * o_st + tid * o_sd, out[t]);
+          store_one<UT>(late_pu, w.u_dtype, (count + t) * su + own_row, u);
+          if (!grid.norm.on) store_one<AT>(po, at, (t0 + t) * o_st + own_row * o_sd, out[t]);
         }
         if (t + 1 < TG && t + 1 < tokens) {
           add_entry(count + t, round_one<UT>(w.u_dtype, u), t + 1);
@@ -997,8 +1118,9 @@ __global__ void __launch_bounds__(VB, MIN_BLOCKS)
     }
     if (grid.norm.on) {
       const int64_t token = plan.start + t0;
-      if (TG > 1 && live) norm_in.load(grid.norm, tokens, b, token, hv, tid);
-      norm_tail<TG, WARPS>(grid.norm, out, norm_in, tokens, b, token, hv, tid, live, V, at, parts);
+      if (TG > 1 && live) norm_in.load(grid.norm, tokens, b, token, hv, own_row);
+      norm_tail<TG, WARPS>(grid.norm, out, norm_in, tokens, b, token, hv, own_row, live, V, at,
+                           parts);
     }
     count += tokens;
     if (!ALONE && t0 + TG < T) {

@@ -69,11 +69,10 @@ cudaError_t launch_buffered_rows(const RecurrentArgs& a, const WindowCall& call,
 }
 
 // Whether the blocks of the rows do without a kernel before them: they take the tokens of a
-// sequence together, and its counts can hold them twice. Several tokens beside a 16-bit base are
-// faster with it, and so is what follows a convolution (docs/cuda.md).
-template <class ST>
-bool stands_alone(const RecurrentArgs& a, const WindowCall& call, int rows) {
-  return !a.seqs.cu_seqlens.ptr && a.seqs.T <= (sizeof(ST) == 4 ? 4 : 1) && !call.early &&
+// sequence together, and its counts can hold them twice. What follows a convolution is faster with
+// it (docs/cuda.md).
+inline bool stands_alone(const RecurrentArgs& a, const WindowCall& call, int rows) {
+  return !a.seqs.cu_seqlens.ptr && a.seqs.T <= 4 && !call.early &&
          countable_blocks(2 * a.HV * ((a.V + rows - 1) / rows)) > 0;
 }
 
@@ -82,26 +81,29 @@ cudaError_t launch_buffered_k(const RecurrentArgs& a, const WindowCall& call, cu
   const bool one = call.flush || (!a.seqs.cu_seqlens.ptr && a.seqs.T == 1);
   constexpr int rows = K == 256 ? 64 : 128;
   constexpr int blocks = sizeof(ST) == 4 ? 3 : 6;
+  // With less than 96 registers these spill, and a spilled value that was asked for is waited for.
+  constexpr int fewer = sizeof(ST) == 4 ? 3 : 5;
   if constexpr (!kIsAny<AT> && sizeof(ST) == 2) {
     if (call.front) {
       return launch_buffered_rows<ST, AT, KT, UT, K, rows, 1, blocks, true>(a, call, stream);
     }
   }
   if constexpr (!kIsAny<AT>) {
-    if (stands_alone<ST>(a, call, rows)) {
-      if (one) {
-        return launch_buffered_rows<ST, AT, KT, UT, K, rows, 1, blocks, false, true>(a, call,
-                                                                                     stream);
-      }
-      if constexpr (sizeof(ST) == 4) {
-        return launch_buffered_rows<ST, AT, KT, UT, K, rows, 4, blocks, false, true>(a, call,
-                                                                                     stream);
-      }
+    if (stands_alone(a, call, rows)) {
+      return one ? launch_buffered_rows<ST, AT, KT, UT, K, rows, 1, fewer, false, true>(a, call,
+                                                                                        stream)
+                 : launch_buffered_rows<ST, AT, KT, UT, K, rows, 4, fewer, false, true>(a, call,
+                                                                                        stream);
     }
   }
   return one ? launch_buffered_rows<ST, AT, KT, UT, K, rows, 1, blocks>(a, call, stream)
-             : launch_buffered_rows<ST, AT, KT, UT, K, rows, 4, blocks == 6 ? 5 : 3>(a, call,
-                                                                                     stream);
+             : launch_buffered_rows<ST, AT, KT, UT, K, rows, 4, fewer>(a, call, stream);
+}
+
+// Updates of 16 bits readable eight rows at a time.
+inline bool vector_updates(const RecurrentArgs& a) {
+  const Window& w = a.window;
+  return a.V % 8 == 0 && aligned(w.u, 16) && w.su_p % 8 == 0 && w.su_h % 8 == 0 && w.su_r % 8 == 0;
 }
 
 // The usual dtypes have kernels of their own, in a file of their own; the others find out as they
@@ -115,7 +117,7 @@ bool is_type(DType d) {
 template <class ST>
 bool usual_dtypes(const RecurrentArgs& a) {
   return is_type<bf16>(a.q.dtype) && is_type<UsualKey<ST>>(a.window.k_dtype) &&
-         is_type<ST>(a.window.u_dtype);
+         is_type<ST>(a.window.u_dtype) && (sizeof(ST) == 4 || vector_updates(a));
 }
 template <class ST>
 cudaError_t buffered_usual(const RecurrentArgs& a, const WindowCall& call, cudaStream_t stream);

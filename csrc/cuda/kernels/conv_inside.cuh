@@ -51,15 +51,15 @@ struct ConvInside {
       copy_async(shared_address(staged + i), from);
     }
   }
-  // The channel of this thread, once all has arrived.
+  // The channel of row `row`, once all has arrived.
   template <class T, int VB>
   __device__ __forceinline__ float convolve(const uint4* staged, uint2 taps, bool fresh,
-                                            int channel) const {
-    const T* const mine = reinterpret_cast<const T*>(staged) + threadIdx.x;
+                                            int channel, int row) const {
+    const T* const mine = reinterpret_cast<const T*>(staged) + row;
     float in[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) in[i] = fresh && i < 3 ? 0.f : to_float(mine[i * VB]);
-    return result<T>(in, taps, channel + threadIdx.x);
+    return result<T>(in, taps, channel + row);
   }
   template <class T, int VB>
   __device__ __forceinline__ void roll(const uint4* staged, int64_t row, bool fresh, int channel,
