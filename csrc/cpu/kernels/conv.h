@@ -9,6 +9,8 @@ constexpr int64_t kConvBlock = 512;  // channels a task
 constexpr int64_t kConvStrip = 64;   // channels whose window is held at a time
 constexpr int64_t kConvTokens = 16;  // tokens widened at a time
 constexpr int64_t kConvGroup = 16;   // sequences a task
+// Products of tokens (and taps) with channels below which a second thread costs more than it saves.
+constexpr int64_t kConvAlone = 16384;
 
 // Taps of a block of channels, time order: w[tap][channel], zero past the block.
 struct alignas(64) Taps {
@@ -344,13 +346,16 @@ GDN_INLINE void conv_strip(const ConvArgs& a, const Sequence& seq, const Taps& t
   // The old row, widened: whole in the common case of at most kMaxConvWidth columns.
   alignas(64) float old[kMaxConvWidth * kConvBlock];
   const bool narrow_row = win.old <= kMaxConvWidth;
+  // Nothing of the old row stays, and the tokens that replace it lie as the row does.
+  const bool renewed =
+      win.shift >= win.old && x.dtype == kDTypeOf<ST> && x.sd == 1 && a.state.s_c == 1;
   if (a.state.ptr) {
     state = static_cast<ST*>(a.state.ptr) + seq.row * a.state.s_p + c * a.state.s_c;
   }
   if (seq.fresh || !state) {
     std::memset(old, 0, sizeof(float) * kMaxConvWidth * s);
     std::memset(window, 0, sizeof(float) * back * s);
-  } else if (narrow_row) {
+  } else if (narrow_row && !renewed) {
     load_columns(state + win.first * a.state.s_l, a.state.s_c, a.state.s_l, win.old, n, old, s);
     std::memcpy(window, old + (win.history - win.first) * s, sizeof(float) * back * s);
   } else {
@@ -389,6 +394,13 @@ GDN_INLINE void conv_strip(const ConvArgs& a, const Sequence& seq, const Taps& t
     std::memmove(window, window + tokens * s, sizeof(float) * back * s);
   }
   if (!state || win.kept == 0) return;
+  if (renewed) {
+    for (int64_t j = 0; j < win.kept; ++j) {
+      std::memcpy(state + j * a.state.s_l,
+                  element<ST>(x, seq.b, seq.start + j + win.shift - win.old, 0), sizeof(ST) * n);
+    }
+    return;
+  }
   if (narrow_row && win.kept <= kMaxConvWidth) {
     // Every kept column from `old` or from the tokens, then one store of the row.
     alignas(64) float kept[kMaxConvWidth * kConvBlock];
@@ -491,7 +503,9 @@ static void over_blocks(const ConvArgs& a, int64_t blocks, const Parallel& paral
   std::free(all);
 }
 
-static void short_conv(const ConvArgs& a, const Parallel& parallel) {
+static void short_conv(const ConvArgs& a, const Parallel& threads) {
+  Parallel parallel = threads;
+  if ((a.seqs.B * a.seqs.T + a.W) * a.C < kConvAlone) parallel.threads = 1;
   // As many blocks as threads can share evenly.
   int64_t blocks = (a.C + kConvBlock - 1) / kConvBlock;
   blocks = (blocks + parallel.threads - 1) / parallel.threads * parallel.threads;
