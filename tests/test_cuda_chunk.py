@@ -348,6 +348,41 @@ def test_lowrank_calls_in_a_row(R, chunk_size, dtype, K, V, l2norm):
         win = [x.cpu() for x in device]
 
 
+@pytest.mark.parametrize("R", [8, 16, 33, 64])
+@pytest.mark.parametrize("u_dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_lowrank_few_blocks(dtype, u_dtype, R):
+    """Blocks alone on their multiprocessors, several chunks a sequence; rings, few tokens, rows of
+    others untouched; a sequence as in a call of its own, where there is one chunk too."""
+    win = window(5, 1, 3, R, 128, 64)
+    win[0], win[1] = win[0].to(dtype), win[1].to(u_dtype)
+    win[3].copy_(torch.tensor([R + 65536 * (R // 3), R // 2, 0, R, R]))
+    rows = torch.tensor([1, 0, 4, 2])
+    lengths = [170, 200, 5, 130]
+    cu = offsets(lengths)
+    device = gpu(*win)
+    for seed in range(2):
+        args = inputs(1, sum(lengths), 1, 3, 128, 64, dtype, seed=seed)
+        want = reference.chunk_lowrank(*args, *win, rows, cu_seqlens=cu, qk_l2norm=True)
+        before = [x.clone() for x in device]
+        o = ops.chunk_lowrank(
+            *gpu(*args), *device, rows.cuda(), cu_seqlens=cu.cuda(), qk_l2norm=True
+        )
+        worst = max(dtype, u_dtype, key=lambda d: torch.finfo(d).eps)
+        close("o", o, want[0], worst, 2)
+        close("win_k", device[0], want[1], dtype, 1.5)
+        close("win_u", device[1], want[2], worst, 2)
+        close("win_g", device[2], want[3], torch.float32)
+        assert torch.equal(device[3].cpu(), want[4])
+        for n, row in enumerate(rows.tolist()):
+            start, end = cu[n].item(), cu[n + 1].item()
+            own = [x[row : row + 1].clone() for x in before]
+            alone = ops.chunk_lowrank(*(x[:, start:end] for x in gpu(*args)), *own, qk_l2norm=True)
+            assert torch.equal(o[:, start:end], alone)
+            assert all(torch.equal(x[row], y[0]) for x, y in zip(device, own, strict=True))
+        win = [x.cpu() for x in device]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_lowrank_with_a_window_as_long_as_the_sequence_is_full_rank(dtype):
     args = gpu(*inputs(2, 60, 2, 4, 64, 64, dtype))
