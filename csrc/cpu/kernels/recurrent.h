@@ -54,8 +54,8 @@ GDN_INLINE void rewrite(T* S, int64_t s_v, F k, const F* u, F decay, Lanes lanes
   }
 }
 
-// From the products with the old rows: outputs, and u for the rewrite. Four floats of v are read
-// and four of o written, whatever R.
+// From the products with the old rows: outputs, and u for the rewrite. Four floats of v are read,
+// whatever R.
 template <int R>
 GDN_INLINE void finish_rows(const RowSums<R>& sums, const TokenInput& x, const float* v, float* o,
                             F* u) {
@@ -69,7 +69,8 @@ GDN_INLINE void finish_rows(const RowSums<R>& sums, const TokenInput& x, const f
   }
   const float gain = x.beta * x.decay;
   const F e = fma(broadcast(-gain), k_dot, broadcast(x.beta) * load_quad(v));
-  store_quad(o, fma(broadcast(x.scale * x.kq->kq), e, broadcast(x.scale * x.decay) * q_dot));
+  const F out = fma(broadcast(x.scale * x.kq->kq), e, broadcast(x.scale * x.decay) * q_dot);
+  __builtin_memcpy(o, &out, R * sizeof(float));
   u[0] = quad_broadcast<0>(e);
   if constexpr (R > 1) u[1] = quad_broadcast<1>(e);
   if constexpr (R > 2) {
@@ -170,22 +171,32 @@ static void step_row_range_held(T* S, int64_t s_v, int64_t n, const TokenInput& 
                                 float* o, const T* next) {
   constexpr int R = kHeldRegisters / N;
   int64_t r = 0;
-  auto rows_ahead = [&] {
-    const int64_t target = r + kPrefetchRows<T>;
-    return target < n ? S + target * s_v : next ? next + (target - n) * s_v : S + r * s_v;
+  // What a stream that begins `from` rows further and ends at `end` asks for at its row i.
+  auto ahead_of = [&](int64_t from, int64_t i, int64_t end) {
+    const int64_t target = i + kPrefetchRows<T>;
+    return target < end ? S + (from + target) * s_v
+           : next       ? next + (from + target - end) * s_v
+                        : S + (from + i) * s_v;
   };
 #if GDN_SIMD_AVX512BF16
   if constexpr (std::is_same_v<T, bf16_t>) {
     // Rows come in fours here whatever the split into tasks, so a row's path does not depend on it.
     for (; x.kq->fast && r + 4 <= n; r += 4) {
-      step_fast<N>(S + r * s_v, s_v, x, v + r, o + r, rows_ahead());
+      step_fast<N>(S + r * s_v, s_v, x, v + r, o + r, ahead_of(0, r, n));
     }
   }
 #endif
-  for (; r + R <= n; r += R) {
-    const T* ahead = rows_ahead();
-    step_held<R, N>(S + r * s_v, s_v, x, v + r, o + r, ahead);
+  // Two streams of 32-bit rows took 0.87 to 0.97 of the time of one on Zen 4, of 16-bit rows 1.25.
+  constexpr int streams = sizeof(T) == 4 ? 2 : 1;
+  const int64_t part = (n - r) / (streams * R) * R;
+  for (int64_t i = r; i < r + part; i += R) {
+#pragma GCC unroll 2
+    for (int j = 0; j < streams; ++j) {
+      const int64_t at = i + j * part;
+      step_held<R, N>(S + at * s_v, s_v, x, v + at, o + at, ahead_of(j * part, i, r + part));
+    }
   }
+  r += streams * part;
   for (; r < n; ++r) step_held<1, N>(S + r * s_v, s_v, x, v + r, o + r, S + r * s_v);
 }
 

@@ -188,7 +188,6 @@ GDN_INLINE F load_quad(const float* p) {
   return x;
 #endif
 }
-GDN_INLINE void store_quad(float* p, F x) { __builtin_memcpy(p, &x, 16); }
 
 // --- even and odd lanes of a pair of registers, and back
 
