@@ -9,8 +9,10 @@
 // starts. Keys, gates and counts of the new entries are written when no task can read them any
 // more.
 
-constexpr int64_t kSegment = 64;  // tokens whose keys and products are held at a time
-constexpr int kMaxWindow = 64;    // largest R
+constexpr int64_t kSegment = 64;      // tokens whose keys and products are held at a time
+constexpr int kMaxWindow = 64;        // largest R
+constexpr int64_t kLeadBytes = 2048;  // how far ahead a stream of the base asks for its lines
+constexpr int64_t kPageBytes = 4096;
 // Registers of a line that the fold holds, of four lines.
 #if GDN_SIMD_AVX512 || GDN_SIMD_NEON
 constexpr int kFoldVectors = 4;
@@ -68,10 +70,41 @@ GDN_INLINE float* window_gates(const Window& w, int64_t row, int64_t h) {
   return w.g + row * w.sg_p + h * w.sg_h;
 }
 
+// --- what will be read next: asked for while something else is computed
+
+// The live entries of a task: row() asks for one key or update, up to `limit` of them. Key head and
+// value heads take turns, each in the order in which its rows lie: streams in pages of their own.
+// Evenly spread, because a burst of requests stalls the loads behind it.
+struct Upcoming {
+  const char *keys = nullptr, *updates = nullptr;  // of the key head and of its first value head
+  int64_t key_bytes = 0, key_stride = 0, update_bytes = 0, update_stride = 0, head_stride = 0;
+  int64_t R = 0, heads = 0;
+  Entries e;
+  int64_t p = 0, stream = 0, asked = 0, limit = 0;
+
+  int64_t rows() const { return e.fill * (1 + heads); }
+  void row() {
+    if (asked >= limit) return;
+    ++asked;
+    const int64_t slot = slot_of(e, R, e.fill - 1 - p);
+    const char* line = stream == 0 ? keys + slot * key_stride
+                                   : updates + (stream - 1) * head_stride + slot * update_stride;
+    const int64_t bytes = stream == 0 ? key_bytes : update_bytes;
+    for (int64_t b = 0; b < bytes; b += 64) prefetch_l2(line + b);
+    if (++stream > heads) {
+      stream = 0;
+      ++p;
+    }
+  }
+  void rest() {
+    while (asked < limit) row();
+  }
+};
+
 // Products of every live key with the token's key and query, newest first.
 template <class T>
 static void key_dots(const T* keys, int64_t stride, const Entries& e, int64_t R, int64_t K,
-                     const KeyQuery& x, float* dk, float* dq) {
+                     const KeyQuery& x, float* dk, float* dq, Upcoming* asking) {
   for (int64_t p = 0; p < e.fill; p += 4) {
     const T* row[4];
     for (int i = 0; i < 4; ++i) {
@@ -86,46 +119,39 @@ static void key_dots(const T* keys, int64_t stride, const Entries& e, int64_t R,
         sums.q[r] = fma(s, qv, sums.q[r]);
       });
     });
+    for (int i = 0; asking && i < 4; ++i) asking->row();
     sum4(sums.k, dk + p);
     sum4(sums.q, dq + p);
   }
 }
 
-// The entries that still count for one token of one value head, newest first, and their weights.
-// A weight of zero means the entry is left out: what it holds must not matter.
+// What the live entries, newest first, and the base weigh for one token of one value head. Where a
+// weight is zero the entry is left out: what it holds must not matter.
 struct Weights {
-  int64_t n = 0;
-  float base = 0.f;
-  int64_t slot[kMaxWindow];
-  int32_t place[kMaxWindow];  // p of each
-  float w[kMaxWindow];
+  float base;
+  alignas(64) float w[kMaxWindow + 16];
 };
 static void weigh(const float* g_ring, const Entries& e, int64_t R, float g, Weights& m) {
-  alignas(64) float s[kMaxWindow + 16] = {};
   float total = g;
   for (int64_t p = 0; p < e.fill; ++p) {
-    s[p] = total;
+    m.w[p] = total;
     total += g_ring[slot_of(e, R, p)];
   }
-  s[e.fill] = total;
-  for (int64_t p = 0; p <= e.fill; p += kLanes) store(s + p, exp(load(s + p)));
-  m.n = 0;
-  for (int64_t p = 0; p < e.fill; ++p) {
-    if (s[p] == 0.f) continue;
-    m.slot[m.n] = slot_of(e, R, p);
-    m.place[m.n] = static_cast<int32_t>(p);
-    m.w[m.n++] = s[p];
-  }
-  m.base = s[e.fill];
+  m.w[e.fill] = total;
+  for (int64_t p = e.fill + 1; p % kLanes != 0; ++p) m.w[p] = 0.f;
+  for (int64_t p = 0; p <= e.fill; p += kLanes) store(m.w + p, exp(load(m.w + p)));
+  m.base = m.w[e.fill];
 }
 
 // --- the base: products with keys and queries, and the fold
 
-// P, Q [token][ld]: old state times key and query for R rows of K contiguous elements. `ahead`:
-// the R rows to ask for meanwhile, or null.
+// P, Q [token][ld]: old state times key and query for R rows of K contiguous elements, `pitch`
+// apart; their places in P and Q are `step` apart. `ahead`: the R rows to ask for meanwhile, or
+// null.
 template <int R, class T>
-GDN_INLINE void product_rows(const T* S, int64_t s_v, int64_t K, const KeyQuery* x, int64_t tokens,
-                             float* P, float* Q, int64_t ld, const T* ahead) {
+GDN_INLINE void product_rows(const T* S, int64_t pitch, int64_t K, const KeyQuery* x,
+                             int64_t tokens, float* P, float* Q, int64_t ld, int64_t step,
+                             const T* ahead) {
   for (int64_t j = 0; j < tokens; ++j) {
     RowSums<R> sums = {};
     const float *k = x[j].k, *q = x[j].q;
@@ -133,26 +159,26 @@ GDN_INLINE void product_rows(const T* S, int64_t s_v, int64_t K, const KeyQuery*
     for_lanes(K, [&](int64_t i, auto lanes) {
       const F kv = load(k + i), qv = load(q + i);
       unrolled<R>(GDN_EACH(r) {
-        const F s = load_lanes(S + r * s_v + i, lanes);
+        const F s = load_lanes(S + r * pitch + i, lanes);
         sums.k[r] = fma(s, kv, sums.k[r]);
         sums.q[r] = fma(s, qv, sums.q[r]);
+        if (fetch && i * sizeof(T) % 64 == 0) prefetch_l2(fetch + r * pitch + i);
       });
-      // In memory order, as in recurrent.h.
-      if (fetch) {
-        for (size_t line = 0; line < R * kLanes * sizeof(T); line += 64) {
-          prefetch_l2(reinterpret_cast<const char*>(fetch + R * i) + line);
-        }
-      }
     });
+    float out[2][4];
     if constexpr (R == 4) {
-      sum4(sums.k, P + j * ld);
-      sum4(sums.q, Q + j * ld);
+      sum4(sums.k, out[0]);
+      sum4(sums.q, out[1]);
     } else {
       unrolled<R>(GDN_EACH(r) {
-        P[j * ld + r] = sum(sums.k[r]);
-        Q[j * ld + r] = sum(sums.q[r]);
+        out[0][r] = sum(sums.k[r]);
+        out[1][r] = sum(sums.q[r]);
       });
     }
+    unrolled<R>(GDN_EACH(r) {
+      P[j * ld + r * step] = out[0][r];
+      Q[j * ld + r * step] = out[1][r];
+    });
   }
 }
 
@@ -186,31 +212,36 @@ GDN_INLINE void product_columns(const T* S, int64_t s_k, int64_t K, const KeyQue
 
 // The entries that a head folds into its base.
 struct Fold {
-  Weights m;
+  int64_t n;                                            // entries that count
+  float base;                                           // weight of the base
   int64_t key_row[kMaxWindow], update_row[kMaxWindow];  // of entry p in `keys` and `updates`
   const float* keys;                                    // [slot][padded(K)]
   float* updates;                                       // [entry][ld], times their weights
   int64_t ld;
 };
+// The factors of an entry across the lines of a tile: entries are `s_p` apart, lines `s_n`.
+struct Across {
+  const float* x;
+  int64_t s_p, s_n;
+};
 
-// One tile of the fold: `a` steps along the contiguous direction of the pool, `b` across N lines.
+// One tile of the fold: `along` the contiguous direction of the pool, `across` N lines.
 // S[line][i] = base * S[line][i] + sum_p across[p][line] * along[p][i].
 template <int N, int J, class T, class Lanes>
-GDN_INLINE void fold_tile(T* S, int64_t stride, const Weights& m, const float* along,
-                          const int64_t* along_row, const float* across, int64_t across_p,
-                          Lanes lanes) {
+GDN_INLINE void fold_tile(T* S, int64_t stride, const Fold& f, const float* along,
+                          const int64_t* along_row, Across across, Lanes lanes) {
   F acc[N][J];
-  const F base = broadcast(m.base);
+  const F base = broadcast(f.base);
   unrolled<N>(GDN_EACH(n) {
     unrolled<J>(GDN_EACH(j) {
-      acc[n][j] = m.base == 0.f ? zero() : base * load_lanes(S + n * stride + j * kLanes, lanes);
+      acc[n][j] = f.base == 0.f ? zero() : base * load_lanes(S + n * stride + j * kLanes, lanes);
     });
   });
-  for (int64_t p = 0; p < m.n; ++p) {
+  for (int64_t p = 0; p < f.n; ++p) {
     F x[J];
     unrolled<J>(GDN_EACH(j) { x[j] = load_lanes(along + along_row[p] + j * kLanes, lanes); });
     unrolled<N>(GDN_EACH(n) {
-      const F c = broadcast(across[p * across_p + n]);
+      const F c = broadcast(across.x[p * across.s_p + n * across.s_n]);
       unrolled<J>(GDN_EACH(j) { acc[n][j] = fma(c, x[j], acc[n][j]); });
     });
   }
@@ -220,39 +251,33 @@ GDN_INLINE void fold_tile(T* S, int64_t stride, const Weights& m, const float* a
 }
 // N lines; a tile takes a quarter or half of the registers, whatever the instruction set.
 template <int N, class T>
-GDN_INLINE void fold_lines(T* S, int64_t stride, int64_t length, const Weights& m,
-                           const float* along, const int64_t* along_row, const float* across,
-                           int64_t across_p) {
+GDN_INLINE void fold_lines(T* S, int64_t stride, int64_t length, const Fold& f, const float* along,
+                           const int64_t* along_row, Across across) {
   using Full = std::integral_constant<int, kLanes>;
   int64_t i = 0;
   for (; i + kFoldVectors * kLanes <= length; i += kFoldVectors * kLanes) {
-    fold_tile<N, kFoldVectors>(S + i, stride, m, along + i, along_row, across, across_p, Full());
+    fold_tile<N, kFoldVectors>(S + i, stride, f, along + i, along_row, across, Full());
   }
   for (; i + kLanes <= length; i += kLanes) {
-    fold_tile<N, 1>(S + i, stride, m, along + i, along_row, across, across_p, Full());
+    fold_tile<N, 1>(S + i, stride, f, along + i, along_row, across, Full());
   }
   if (i < length) {
-    fold_tile<N, 1>(S + i, stride, m, along + i, along_row, across, across_p,
-                    static_cast<int>(length - i));
+    fold_tile<N, 1>(S + i, stride, f, along + i, along_row, across, static_cast<int>(length - i));
   }
-}
-template <int N, class T>
-GDN_INLINE void fold_rows(T* S, int64_t s_v, int64_t r, int64_t K, const Fold& f) {
-  fold_lines<N>(S + r * s_v, s_v, K, f.m, f.keys, f.key_row, f.updates + r, f.ld);
 }
 template <class T>
 static void fold_columns(T* S, int64_t s_k, int64_t rows, int64_t K, const Fold& f) {
   float across[kMaxWindow * 4];
   int64_t i = 0;
   for (; i + 4 <= K; i += 4) {
-    for (int64_t p = 0; p < f.m.n; ++p) {
+    for (int64_t p = 0; p < f.n; ++p) {
       std::memcpy(across + p * 4, f.keys + f.key_row[p] + i, 4 * sizeof(float));
     }
-    fold_lines<4>(S + i * s_k, s_k, rows, f.m, f.updates, f.update_row, across, 4);
+    fold_lines<4>(S + i * s_k, s_k, rows, f, f.updates, f.update_row, {across, 4, 1});
   }
   for (; i < K; ++i) {
-    for (int64_t p = 0; p < f.m.n; ++p) across[p] = f.keys[f.key_row[p] + i];
-    fold_lines<1>(S + i * s_k, s_k, rows, f.m, f.updates, f.update_row, across, 1);
+    for (int64_t p = 0; p < f.n; ++p) across[p] = f.keys[f.key_row[p] + i];
+    fold_lines<1>(S + i * s_k, s_k, rows, f, f.updates, f.update_row, {across, 1, 1});
   }
 }
 
@@ -261,46 +286,68 @@ static void fold_columns(T* S, int64_t s_k, int64_t rows, int64_t K, const Fold&
 static void prepare_fold(const Window& w, int64_t row, int64_t h, int64_t first, int64_t rows,
                          int64_t K, const Entries& e, const float* ring, const float* g_ring,
                          float* wu, Fold& f) {
-  weigh(g_ring, e, w.R, 0.f, f.m);
+  Weights m;
+  weigh(g_ring, e, w.R, 0.f, m);
+  f.n = 0;
+  f.base = m.base;
   f.keys = ring;
   f.updates = wu;
   f.ld = padded(rows);
   with_type(w.u_dtype, [&](auto* type) {
     using U = std::remove_pointer_t<decltype(type)>;
     const U* u = window_updates<U>(w, row, h) + first;
-    for (int64_t p = 0; p < f.m.n; ++p) {
-      f.key_row[p] = f.m.slot[p] * padded(K);
-      f.update_row[p] = p * f.ld;
-      const F weight = broadcast(f.m.w[p]);
+    for (int64_t p = 0; p < e.fill; ++p) {
+      if (m.w[p] == 0.f) continue;
+      const int64_t slot = slot_of(e, w.R, p);
+      f.key_row[f.n] = slot * padded(K);
+      f.update_row[f.n] = f.n * f.ld;
+      const F weight = broadcast(m.w[p]);
       for_lanes(rows, [&](int64_t i, auto lanes) {
-        store(wu + p * f.ld + i, weight * load_lanes(u + f.m.slot[p] * w.su_r + i, lanes));
+        store(wu + f.n * f.ld + i, weight * load_lanes(u + slot * w.su_r + i, lanes));
       });
+      ++f.n;
     }
   });
 }
 
 // Folds where there is something to fold, and then, with tokens, P and Q: rows are multiplied while
 // they are in the cache. `next`: the base the thread reads after this one, or null.
+//
+// Rows are taken from four streams, a quarter of the base apart: what limits a thread that only
+// reads is the latency of its misses, those in the page tables above all, and those of separate
+// streams overlap. Each stream asks for its lines a little ahead; one line of every page of the
+// next base is asked for at once, so that the walks overlap too (docs/windows.md).
 template <class T>
 static void base_products(const StatePool& pool, T* S, int64_t rows, int64_t K, const Fold* fold,
                           const KeyQuery* x, int64_t tokens, float* P, float* Q, int64_t ld,
-                          const T* next) {
+                          const T* next, Upcoming* asking) {
   if (pool.s_k == 1) {
-    int64_t r = 0;
-    for (; r + kRowBlock <= rows; r += kRowBlock) {
-      if (fold) fold_rows<kRowBlock>(S, pool.s_v, r, K, *fold);
+    const int64_t length = rows / kRowBlock, pitch = length * pool.s_v;
+    const int64_t row_bytes = K * sizeof(T);
+    const int64_t lead = row_bytes < kLeadBytes ? kLeadBytes / row_bytes : 1;
+    const int64_t page = row_bytes < kPageBytes ? kPageBytes / row_bytes : 1;
+    for (int64_t r = 0; next && tokens > 0 && r < rows; r += page) prefetch_l2(next + r * pool.s_v);
+    for (int64_t r = 0; r < length; ++r) {
+      T* block = S + r * pool.s_v;
+      if (fold) {
+        fold_lines<kRowBlock>(block, pitch, K, *fold, fold->keys, fold->key_row,
+                              {fold->updates + r, fold->ld, length});
+      }
       if (tokens == 0) continue;
-      const int64_t target = r + kPrefetchRows<T>;
-      const T* ahead = target < rows ? S + target * pool.s_v
-                       : next        ? next + (target - rows) * pool.s_v
-                                     : nullptr;
-      product_rows<kRowBlock>(S + r * pool.s_v, pool.s_v, K, x, tokens, P + r, Q + r, ld, ahead);
+      const T* ahead = r + lead < length ? block + lead * pool.s_v
+                       : next            ? next + (r + lead - length) * pool.s_v
+                                         : nullptr;
+      product_rows<kRowBlock>(block, pitch, K, x, tokens, P + r, Q + r, ld, length, ahead);
+      asking->row();
     }
-    for (; r < rows; ++r) {
-      if (fold) fold_rows<1>(S, pool.s_v, r, K, *fold);
+    for (int64_t r = length * kRowBlock; r < rows; ++r) {
+      T* row = S + r * pool.s_v;
+      if (fold) {
+        fold_lines<1>(row, pool.s_v, K, *fold, fold->keys, fold->key_row,
+                      {fold->updates + r, fold->ld, 0});
+      }
       if (tokens == 0) continue;
-      product_rows<1>(S + r * pool.s_v, pool.s_v, K, x, tokens, P + r, Q + r, ld,
-                      (const T*)nullptr);
+      product_rows<1>(row, pool.s_v, K, x, tokens, P + r, Q + r, ld, 0, (const T*)nullptr);
     }
     return;
   }
@@ -325,8 +372,9 @@ static void base_products(const StatePool& pool, T* S, int64_t rows, int64_t K, 
 // --- one token of one value head
 
 struct WindowToken {
-  const Weights* weights;
-  const float *c, *d;  // weight * (k_i . k), weight * (k_i . q), of the entries in `weights`
+  const Weights& weights;
+  Entries entries;
+  const float *c, *d;  // weight * (k_i . k), weight * (k_i . q), newest first
   const float *P, *Q;  // base products of these rows, or null
   const float* v;
   float beta, kq, scale;
@@ -334,9 +382,9 @@ struct WindowToken {
 
 // J registers of rows: the entry's update into `fresh_u`, the outputs into o.
 template <int J, class U, class Lanes>
-GDN_INLINE void mix_rows(const U* u, int64_t s_r, const WindowToken& x, int64_t r, U* fresh_u,
-                         float* o, const U* next, Lanes lanes) {
-  const Weights& m = *x.weights;
+GDN_INLINE void mix_rows(const U* u, int64_t s_r, int64_t R, const WindowToken& x, int64_t r,
+                         U* fresh_u, float* o, Upcoming* asking, Lanes lanes) {
+  const Weights& m = x.weights;
   F p[J], q[J];
   const F base = broadcast(m.base);
   const bool keep = x.P && m.base != 0.f;
@@ -344,18 +392,16 @@ GDN_INLINE void mix_rows(const U* u, int64_t s_r, const WindowToken& x, int64_t 
     p[j] = keep ? base * load_lanes(x.P + r + j * kLanes, lanes) : zero();
     q[j] = keep ? base * load_lanes(x.Q + r + j * kLanes, lanes) : zero();
   });
-  for (int64_t i = 0; i < m.n; ++i) {
-    const U* row = u + m.slot[i] * s_r + r;
+  for (int64_t i = 0; i < x.entries.fill; ++i) {
+    if (m.w[i] == 0.f) continue;
+    const U* row = u + slot_of(x.entries, R, i) * s_r + r;
     const F c = broadcast(x.c[i]), d = broadcast(x.d[i]);
     unrolled<J>(GDN_EACH(j) {
       const F s = load_lanes(row + j * kLanes, lanes);
       p[j] = fma(c, s, p[j]);
       q[j] = fma(d, s, q[j]);
     });
-    if (next) {
-      const char* line = reinterpret_cast<const char*>(next + m.slot[i] * s_r + r);
-      for (size_t b = 0; b < J * kLanes * sizeof(U); b += 64) prefetch(line + b);
-    }
+    if (asking) asking->row();
   }
   const F beta = broadcast(x.beta), kq = broadcast(x.kq), scale = broadcast(x.scale);
   unrolled<J>(GDN_EACH(j) {
@@ -366,19 +412,24 @@ GDN_INLINE void mix_rows(const U* u, int64_t s_r, const WindowToken& x, int64_t 
 }
 // `u`: the head's window from the first row of the block on; the entry goes to `slot`.
 template <class U>
-static void mix_head(U* u, int64_t s_r, const WindowToken& x, int64_t rows, int64_t slot, float* o,
-                     const U* next) {
+static void mix_head(U* u, int64_t s_r, int64_t R, const WindowToken& x, int64_t rows, int64_t slot,
+                     float* o, Upcoming* asking) {
   using Full = std::integral_constant<int, kLanes>;
   U* fresh_u = u + slot * s_r;
   int64_t r = 0;
+#if GDN_SIMD_AVX512 || GDN_SIMD_NEON
+  for (; r + 8 * kLanes <= rows; r += 8 * kLanes) {
+    mix_rows<8>(u, s_r, R, x, r, fresh_u, o, asking, Full());
+  }
+#endif
   for (; r + 4 * kLanes <= rows; r += 4 * kLanes) {
-    mix_rows<4>(u, s_r, x, r, fresh_u, o, next, Full());
+    mix_rows<4>(u, s_r, R, x, r, fresh_u, o, asking, Full());
   }
   for (; r + kLanes <= rows; r += kLanes) {
-    mix_rows<1>(u, s_r, x, r, fresh_u, o, (const U*)nullptr, Full());
+    mix_rows<1>(u, s_r, R, x, r, fresh_u, o, nullptr, Full());
   }
   if (r < rows) {
-    mix_rows<1>(u, s_r, x, r, fresh_u, o, (const U*)nullptr, static_cast<int>(rows - r));
+    mix_rows<1>(u, s_r, R, x, r, fresh_u, o, nullptr, static_cast<int>(rows - r));
   }
 }
 
@@ -454,39 +505,34 @@ static void store_key(const Window& w, int64_t row, int64_t hk, int64_t slot, in
   });
 }
 
-// What a thread will read after the task at hand: nothing else hides the latency of keys, which one
-// loop reads at once.
+GDN_INLINE int64_t size_of(DType d) { return d == DType::f32 ? 4 : 2; }
+// What a thread will read after the task at hand.
 struct WindowAhead {
   const void* state = nullptr;  // base of the first head, or null
-  const char* keys = nullptr;
-  int64_t key_bytes = 0, stride = 0, R = 0;
-  Entries entries;
+  Upcoming entries;
 
   WindowAhead() = default;
   WindowAhead(const RecurrentArgs& a, const WindowTask& x) {
     const Sequence seq = sequence_of(a.seqs, x.n, 0);
     if (seq.row < 0) return;
-    auto size = [](DType d) { return d == DType::f32 ? 4 : 2; };
-    if (a.state.ptr) {
-      state = static_cast<const char*>(a.state.ptr) +
-              (seq.row * a.state.s_p + x.h0 * a.state.s_h + x.first * a.state.s_v) *
-                  size(a.state.dtype);
+    const StatePool& s = a.state;
+    if (s.ptr) {
+      state = static_cast<const char*>(s.ptr) +
+              (seq.row * s.s_p + x.h0 * s.s_h + x.first * s.s_v) * size_of(s.dtype);
     }
-    const int64_t item = size(a.window.k_dtype);
-    keys = static_cast<const char*>(a.window.k) +
-           (seq.row * a.window.sk_p + x.hk * a.window.sk_h) * item;
-    key_bytes = a.K * item;
-    stride = a.window.sk_r * item;
-    R = a.window.R;
-    entries = live_entries(a.window, seq, a.seqs.num_accepted.ptr != nullptr);
-  }
-  // Share `part` of `parts`.
-  void prefetch_keys(int64_t part, int64_t parts) const {
-    const int64_t n = entries.fill;
-    for (int64_t p = n * part / parts; p < n * (part + 1) / parts; ++p) {
-      const char* row = keys + slot_of(entries, R, p) * stride;
-      for (int64_t b = 0; b < key_bytes; b += 64) prefetch_l2(row + b);
-    }
+    const Window& w = a.window;
+    const int64_t k_size = size_of(w.k_dtype), u_size = size_of(w.u_dtype);
+    entries.keys = static_cast<const char*>(w.k) + (seq.row * w.sk_p + x.hk * w.sk_h) * k_size;
+    entries.key_bytes = a.K * k_size;
+    entries.key_stride = w.sk_r * k_size;
+    entries.updates =
+        static_cast<const char*>(w.u) + (seq.row * w.su_p + x.h0 * w.su_h + x.first) * u_size;
+    entries.update_bytes = x.rows * u_size;
+    entries.update_stride = w.su_r * u_size;
+    entries.head_stride = w.su_h * u_size;
+    entries.R = w.R;
+    entries.heads = x.h1 - x.h0;
+    entries.e = live_entries(w, seq, a.seqs.num_accepted.ptr != nullptr);
   }
 };
 
@@ -499,7 +545,7 @@ struct WindowAhead {
 // `next`: what the thread reads after this task.
 template <class Tokens>
 static void window_task(const RecurrentArgs& a, const Sequence& seq, const WindowTask& x,
-                        Tokens& tokens, WindowScratch& s, bool last, const WindowAhead& next) {
+                        Tokens& tokens, WindowScratch& s, bool last, WindowAhead next) {
   const Window& w = a.window;
   const int64_t T = seq.end - seq.start, R = w.R, K = a.K, Kp = padded(K);
   Entries start = live_entries(w, seq, a.seqs.num_accepted.ptr != nullptr);
@@ -514,9 +560,11 @@ static void window_task(const RecurrentArgs& a, const Sequence& seq, const Windo
     }
   }
   const Entries folded = start;
+  next.entries.limit = next.entries.rows();
   if (fold) start = {};
 
-  float o[kMaxRow], c[kMaxWindow], d[kMaxWindow];
+  float o[kMaxRow];
+  alignas(64) float c[kMaxWindow + 16], d[kMaxWindow + 16];
   for (int64_t t0 = seq.start; t0 < seq.end; t0 += kSegment) {
     const int64_t count = seq.end - t0 < kSegment ? seq.end - t0 : kSegment;
     const KeyQuery* kq = tokens.keys(t0, count, x.hk, s.kq);
@@ -525,11 +573,11 @@ static void window_task(const RecurrentArgs& a, const Sequence& seq, const Windo
       s.before[j] = e;
       float *dk = s.dk + j * kMaxWindow, *dq = s.dq + j * kMaxWindow;
       if (ring) {
-        key_dots(s.ring, Kp, e, R, K, kq[j], dk, dq);
+        key_dots(s.ring, Kp, e, R, K, kq[j], dk, dq, nullptr);
       } else {
         with_type(w.k_dtype, [&](auto* type) {
           using D = std::remove_pointer_t<decltype(type)>;
-          key_dots(window_keys<D>(w, seq.row, x.hk), w.sk_r, e, R, K, kq[j], dk, dq);
+          key_dots(window_keys<D>(w, seq.row, x.hk), w.sk_r, e, R, K, kq[j], dk, dq, &next.entries);
         });
       }
       const int64_t slot = append(e, R);
@@ -542,6 +590,8 @@ static void window_task(const RecurrentArgs& a, const Sequence& seq, const Windo
     for (int64_t h = x.h0; h < x.h1; ++h) {
       const bool base = a.state.ptr && !seq.fresh;
       float* g_ring = s.g + (h - x.h0) * kMaxWindow;
+      Upcoming* asking = &next.entries;
+      asking->limit = asking->rows() * (h + 2 - x.h0) / (x.h1 - x.h0 + 1);
       if (base) {
         // A call that folds has no more tokens than the window entries: this is its only segment.
         Fold f;
@@ -553,26 +603,26 @@ static void window_task(const RecurrentArgs& a, const Sequence& seq, const Windo
           D* S = head_of<D>(a.state, seq.row, h) + x.first * a.state.s_v;
           const D* ahead = h + 1 < x.h1 ? S + a.state.s_h : static_cast<const D*>(next.state);
           base_products(a.state, S, x.rows, K, fold ? &f : nullptr, kq, count, s.P, s.Q, kMaxRow,
-                        ahead);
+                        ahead, asking);
         });
       }
-      next.prefetch_keys(h - x.h0, x.h1 - x.h0);
       for (int64_t j = 0; j < count; ++j) {
         const int64_t t = t0 + j;
         const RawGates gates = tokens.gates(t, h);
         Weights m;
         weigh(g_ring, s.before[j], R, gates.g, m);
-        for (int64_t i = 0; i < m.n; ++i) {
-          c[i] = m.w[i] * s.dk[j * kMaxWindow + m.place[i]];
-          d[i] = m.w[i] * s.dq[j * kMaxWindow + m.place[i]];
+        const float *dk = s.dk + j * kMaxWindow, *dq = s.dq + j * kMaxWindow;
+        for (int64_t i = 0; i < s.before[j].fill; i += kLanes) {
+          store(c + i, load(m.w + i) * load(dk + i));
+          store(d + i, load(m.w + i) * load(dq + i));
         }
-        const float* v = tokens.value(t, h, x.first, x.rows);
-        const WindowToken token{&m,
+        const WindowToken token{m,
+                                s.before[j],
                                 c,
                                 d,
                                 base ? s.P + j * kMaxRow : nullptr,
                                 base ? s.Q + j * kMaxRow : nullptr,
-                                v,
+                                tokens.value(t, h, x.first, x.rows),
                                 gates.beta,
                                 kq[j].kq,
                                 a.scale};
@@ -581,12 +631,12 @@ static void window_task(const RecurrentArgs& a, const Sequence& seq, const Windo
         with_type(w.u_dtype, [&](auto* type) {
           using U = std::remove_pointer_t<decltype(type)>;
           U* u = window_updates<U>(w, seq.row, h) + x.first;
-          const U* next = j + 1 == count && h + 1 < a.HV ? u + w.su_h : nullptr;
-          mix_head(u, w.su_r, token, x.rows, slot, o, next);
+          mix_head(u, w.su_r, R, token, x.rows, slot, o, asking);
         });
         g_ring[slot] = kept_gate(a, seq, t, gates.g);
         tokens.output(t, h, x.first, x.rows, o);
       }
+      asking->rest();
     }
     if (last) {
       for (int64_t j = 0; j < count; ++j) {
@@ -754,7 +804,8 @@ static void window_flush(const RecurrentArgs& a, const Parallel& parallel) {
       with_type(a.state.dtype, [&](auto* type) {
         using D = std::remove_pointer_t<decltype(type)>;
         D* S = head_of<D>(a.state, seq.row, h);
-        base_products<D>(a.state, S, a.V, a.K, &f, nullptr, 0, nullptr, nullptr, 0, nullptr);
+        base_products<D>(a.state, S, a.V, a.K, &f, nullptr, 0, nullptr, nullptr, 0, nullptr,
+                         nullptr);
       });
     }
   };
