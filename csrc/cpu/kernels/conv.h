@@ -189,7 +189,7 @@ static void conv_update(const ConvArgs& a, const Taps& taps, int64_t c_taps, int
   const float *bias = taps.bias + c_taps, *w = &taps.w[0][c_taps];
   const int64_t s_c = a.state.s_c;
   // Absent, its zeros at the first channels serve all of them: taps come from L2, and a fifth of
-  // them less is 3 to 4 % of the time at 256 sequences.
+  // them less is 1 to 4 % of the time at 256 sequences.
   const int64_t s_bias = a.bias.ptr ? 1 : 0;
   int64_t i = 0;
   for (; i + kConvVectors * kLanes <= n; i += kConvVectors * kLanes) {
