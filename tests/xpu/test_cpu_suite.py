@@ -14,7 +14,7 @@ HERE = Path(__file__).parent
 NOT_HERE = {
     "raises_before_writing": "no kernel can raise: values are checked where the host can read them",
     "refuses": "as above",
-    "fast_products": "the XPU has one precision",
+    "fast": "the XPU has one precision",
     "parallel_region": "threads of the CPU",
     "threads": "threads of the CPU",
     "opcheck": "asks torch, not the kernels; so do the next four",
