@@ -9,6 +9,7 @@
 namespace gdn {
 
 enum class DType : int32_t { f32 = 0, bf16 = 1, f16 = 2 };
+inline int64_t size_of(DType d) { return d == DType::f32 ? 4 : 2; }  // bytes of an element
 
 constexpr int kMaxHeadDim = 512;                // largest K or V any kernel accepts
 constexpr int kMaxConvWidth = 8;                // largest W

@@ -50,6 +50,11 @@ constexpr bool kRounds = false;
 
 GDN_INLINE int64_t strips(int64_t n) { return (n + kStrip - 1) / kStrip; }
 
+template <int R>
+GDN_INLINE void clear(F (&acc)[R][kTileVectors]) {
+  unrolled<R>(GDN_EACH(r) { unrolled<kTileVectors>(GDN_EACH(c) { acc[r][c] = zero(); }); });
+}
+
 // acc[r] += sum_p A[r][p] * B[p], B in rows of `ldb` floats.
 template <int R>
 GDN_INLINE void tile_product(F (&acc)[R][kTileVectors], const float* A, int64_t lda, const float* B,
@@ -205,7 +210,7 @@ static void triangle(const float* x, const ChunkKeys& s, int64_t n, int64_t K, f
       constexpr int R = decltype(rows)::value;
       if (i + R <= j) return;
       F acc[R][kTileVectors];
-      unrolled<R>(GDN_EACH(r) { unrolled<kTileVectors>(GDN_EACH(c) { acc[r][c] = zero(); }); });
+      clear(acc);
       tile_product<R>(acc, x + i * s.ld_k, s.ld_k, s.kt + j, s.ld_t, K);
       unrolled<R>(GDN_EACH(r) {
         unrolled<kTileVectors>(
@@ -332,7 +337,7 @@ struct ChunkProducts {
   template <int R>
   GDN_INLINE void state_rows(const ChunkKeys& s, const ChunkHead&, bool keys, int64_t i, int64_t K,
                              const float* S, F (&acc)[R][kTileVectors]) {
-    unrolled<R>(GDN_EACH(r) { unrolled<kTileVectors>(GDN_EACH(c) { acc[r][c] = zero(); }); });
+    clear(acc);
     tile_product<R>(acc, (keys ? s.k : s.q) + i * s.ld_k, s.ld_k, S, kStrip, K);
   }
   // Adds to rows from i on of A u, or M u, what the first rows of u give, and returns how many.
@@ -359,7 +364,7 @@ static void tile_rows(const TileRows& A, const TilePairs& B, int64_t n, int64_t 
   for_tiles(n, [&](int64_t i, auto rows, int) {
     constexpr int R = decltype(rows)::value;
     F acc[R][kTileVectors];
-    unrolled<R>(GDN_EACH(r) { unrolled<kTileVectors>(GDN_EACH(c) { acc[r][c] = zero(); }); });
+    clear(acc);
     tile_product<R>(acc, A.part[0] + i * A.ld, A.ld, B.part[0], B.ld, depth);
     unrolled<R>(GDN_EACH(r) {
       unrolled<kTileVectors>(GDN_EACH(c) { store(C + (i + r) * ld_c + c * kLanes, acc[r][c]); });
@@ -466,7 +471,7 @@ struct ChunkOperandProducts {
     });
 #else
     const TileRows& rows = keys ? s.operands.k : s.operands.q;
-    unrolled<R>(GDN_EACH(r) { unrolled<kTileVectors>(GDN_EACH(c) { acc[r][c] = zero(); }); });
+    clear(acc);
     tile_product<R>(acc, rows.part[0] + i * rows.ld, rows.ld, s.operands.S.part[0], kStrip, K);
 #endif
   }
@@ -529,7 +534,7 @@ struct ChunkOperandProducts {
     for_tiles(K, [&](int64_t i, auto rows, int) {
       constexpr int R = decltype(rows)::value;
       F acc[R][kTileVectors];
-      unrolled<R>(GDN_EACH(r) { unrolled<kTileVectors>(GDN_EACH(c) { acc[r][c] = zero(); }); });
+      clear(acc);
       tile_product<R>(acc, m.kt.part[0] + i * m.kt.ld, m.kt.ld, m.du.part[0], kStrip, first + n);
       unrolled<R>(GDN_EACH(r) {
         unrolled<kTileVectors>(GDN_EACH(c) { add(acc[r][c], S + (i + r) * kStrip + c * kLanes); });

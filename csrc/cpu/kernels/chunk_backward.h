@@ -114,7 +114,7 @@ static void solve_forward(const ChunkArgs& x, const BackwardScratch& s, int64_t 
   const ChunkHead& h = s.chunk.head;
   auto error = [&](int64_t i, int valid, auto& acc) {
     constexpr int R = sizeof(acc) / sizeof(acc[0]);
-    unrolled<R>(GDN_EACH(r) { unrolled<kTileVectors>(GDN_EACH(c) { acc[r][c] = zero(); }); });
+    clear(acc);
     tile_product<R>(acc, keys.k + i * keys.ld_k, keys.ld_k, S, kStrip, S ? x.K : 0);
     unrolled<R>(GDN_EACH(r) {
       if (r >= valid) return;
@@ -181,7 +181,7 @@ static void state_product(const ChunkArgs& x, const ChunkKeys& keys, const float
     for_tiles(x.K, [&](int64_t i, auto rows, int valid) {
       constexpr int R = decltype(rows)::value;
       F acc[R][kTileVectors];
-      unrolled<R>(GDN_EACH(r) { unrolled<kTileVectors>(GDN_EACH(c) { acc[r][c] = zero(); }); });
+      clear(acc);
       for (int64_t v = 0; v < x.V; v += kStrip) {
         tile_product<R>(acc, S + v / kStrip * strip_floats(x.K) + i * kStrip, kStrip,
                         xt + v * keys.ld_t + j, keys.ld_t, x.V - v < kStrip ? x.V - v : kStrip);
@@ -215,7 +215,7 @@ static void solve_strip(const ChunkArgs& x, const BackwardScratch& s, int64_t n,
       constexpr int R = decltype(rows)::value;
       const int64_t after = i + R;
       F acc[R][kTileVectors];
-      unrolled<R>(GDN_EACH(r) { unrolled<kTileVectors>(GDN_EACH(c) { acc[r][c] = zero(); }); });
+      clear(acc);
       tile_product<R>(acc, keys.k + i * keys.ld_k, keys.ld_k, dS, kStrip, dS ? x.K : 0);
       // Rows that do not count hold whatever the scratch held.
       unrolled<R>(GDN_EACH(r) {

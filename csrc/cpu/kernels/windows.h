@@ -505,7 +505,6 @@ static void store_key(const Window& w, int64_t row, int64_t hk, int64_t slot, in
   });
 }
 
-GDN_INLINE int64_t size_of(DType d) { return d == DType::f32 ? 4 : 2; }
 // What a thread will read after the task at hand.
 struct WindowAhead {
   const void* state = nullptr;  // base of the first head, or null

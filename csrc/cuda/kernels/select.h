@@ -8,8 +8,6 @@
 namespace gdn {
 namespace cuda {
 
-inline int64_t size_of(DType d) { return d == DType::f32 ? 4 : 2; }
-
 inline bool aligned(const void* p, int64_t bytes) {
   return reinterpret_cast<uintptr_t>(p) % static_cast<uintptr_t>(bytes) == 0;
 }

@@ -126,15 +126,15 @@ template <class XT>
 cudaError_t heads_launch(const NormArgs& a, const View& gate, int64_t B, int64_t T, int64_t HV,
                          cudaStream_t stream) {
   const int64_t tokens = B * T;
-  const bool vec = aligned(a.x, 16) && aligned(a.y, 16) && vector_view(gate, 4);
-  const dim3 grid(static_cast<unsigned>((HV + 3) / 4),
-                  static_cast<unsigned>(tokens < kMaxGridY ? tokens : kMaxGridY));
+  const unsigned rows = static_cast<unsigned>(tokens < kMaxGridY ? tokens : kMaxGridY);
   const int hv = static_cast<int>(HV), t = static_cast<int>(T);
-  if (vec && a.V == 128 && vector_view(gate, 8) && tokens <= kMaxGridY) {
-    return launch(norm_heads_128<XT>, dim3((grid.x + 1) / 2, grid.y), dim3(128), 0, stream, a, gate,
+  const bool vectors = aligned(a.x, 16) && aligned(a.y, 16) && vector_view(gate, 8);
+  if (a.V == 128 && tokens <= kMaxGridY && vectors) {
+    return launch(norm_heads_128<XT>, dim3(blocks_for(HV, 8), rows), dim3(128), 0, stream, a, gate,
                   hv, t);
   }
-  return launch(norm_heads<XT>, grid, dim3(128), 0, stream, a, gate, hv, t, tokens);
+  return launch(norm_heads<XT>, dim3(blocks_for(HV, 4), rows), dim3(128), 0, stream, a, gate, hv, t,
+                tokens);
 }
 
 }  // namespace

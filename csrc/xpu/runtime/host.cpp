@@ -68,7 +68,7 @@ ConvParams conv_params(const ConvArgs& a) {
   if (a.bias.ptr && a.bias.s0 != 1 && a.C > 1)
     throw Unsupported("conv_bias: the XPU convolution needs a contiguous bias");
   if (a.state.ptr && a.W > 1) {
-    int64_t bytes = a.state.L * (a.state.dtype == DType::f32 ? 4 : 2);
+    int64_t bytes = a.state.L * size_of(a.state.dtype);
     if (a.state.s_c != 1 && a.state.s_l != 1 && a.state.L > 1)
       throw Unsupported(
           "conv_state: the XPU convolution needs contiguous channels or contiguous "
