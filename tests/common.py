@@ -25,6 +25,18 @@ def assert_close(name: str, got: Tensor, expected: Tensor, dtype=None, slack: fl
     assert worst <= limit, f"{name}: largest error {worst:.3e}, limit {limit:.3e}"
 
 
+def at_thread_counts(counts, call) -> list:
+    """What ``call()`` returns with each number of threads."""
+    threads, results = torch.get_num_threads(), []
+    try:
+        for n in counts:
+            torch.set_num_threads(n)
+            results.append(call())
+    finally:
+        torch.set_num_threads(threads)
+    return results
+
+
 def make_pool(P, HV, V, K, dtype=torch.float32, transposed=False, seed=0) -> Tensor:
     """A pool of states with ``[P, HV, V, K]`` logical shape, in either layout."""
     gen = torch.Generator().manual_seed(seed + 1)

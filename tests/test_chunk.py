@@ -12,6 +12,7 @@ from common import (
     ACTIVATIONS,
     EXTREMES,
     assert_close,
+    at_thread_counts,
     clone_pool,
     extreme,
     make_pool,
@@ -214,13 +215,7 @@ def test_threads_neighbours_and_places_change_no_bit():
     """E4."""
     args = make_qkv(8, 100, 2, 6, 40, 56, dtype=torch.bfloat16)
     S = state(8, 6, 56, 40)
-    threads, results = torch.get_num_threads(), []
-    try:
-        for n in (1, 2, 3, 4, 7, 64):
-            torch.set_num_threads(n)
-            results.append(gdn_ops.chunk(*args, S))
-    finally:
-        torch.set_num_threads(threads)
+    results = at_thread_counts((1, 2, 3, 4, 7, 64), lambda: gdn_ops.chunk(*args, S))
     for o, final in results[1:]:
         assert torch.equal(o, results[0][0]) and torch.equal(final, results[0][1])
     for place in (0, 7):
@@ -387,13 +382,7 @@ def test_fast_split_anywhere(fast, parts):
 def test_fast_threads_neighbours_and_places_change_no_bit(fast):
     args = make_qkv(8, 100, 2, 6, 40, 56, dtype=torch.bfloat16)
     S = state(8, 6, 56, 40)
-    threads, results = torch.get_num_threads(), []
-    try:
-        for n in (1, 2, 3, 4, 7, 64):
-            torch.set_num_threads(n)
-            results.append(gdn_ops.chunk(*args, S))
-    finally:
-        torch.set_num_threads(threads)
+    results = at_thread_counts((1, 2, 3, 4, 7, 64), lambda: gdn_ops.chunk(*args, S))
     for o, final in results[1:]:
         assert torch.equal(o, results[0][0]) and torch.equal(final, results[0][1])
     lengths = [0, 3, 64, 1, 32]
@@ -643,13 +632,9 @@ def test_gradients_of_any_shape(B, lengths, H, ratio, K, V, C, with_states, dtyp
     # At K = 1 the gradient of a unit length is rounding and nothing else.
     kwargs = {"qk_l2norm": K > 1, "scale": 0.4, "chunk_size": C}
     expected = chunk_gradients(reference, args, S, cu, wo, ws, qk_l2norm=K > 1, scale=0.4)
-    threads, results = torch.get_num_threads(), []
-    try:
-        for n in (1, 2, 3, 64):
-            torch.set_num_threads(n)
-            results.append(chunk_gradients(gdn_ops, args, S, cu, wo, ws, **kwargs))
-    finally:
-        torch.set_num_threads(threads)
+    results = at_thread_counts(
+        (1, 2, 3, 64), lambda: chunk_gradients(gdn_ops, args, S, cu, wo, ws, **kwargs)
+    )
     for name, x, y in zip(GRADIENTS, results[0], expected, strict=False):
         error = (x.double() - y).abs().max() / y.abs().max()
         assert x.dtype == y.dtype and error <= GRADIENT_LIMIT[x.dtype], (name, error)

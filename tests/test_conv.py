@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from common import ACTIVATIONS, assert_close, make_layer
+from common import ACTIVATIONS, assert_close, at_thread_counts, make_layer
 
 import gdn_ops
 from gdn_ops import reference
@@ -130,15 +130,12 @@ def test_strided_input_and_threads():
     x = wide[..., 13:613]
     odd = wide[..., ::2][..., :300]
     weight = torch.randn(600, 4)
-    results = []
-    threads = torch.get_num_threads()
-    try:
-        for n in (1, 2, 5):
-            torch.set_num_threads(n)
-            pool = conv_pool(40, 600, 4)
-            results.append((gdn_ops.short_conv(x, weight, None, pool), pool))
-    finally:
-        torch.set_num_threads(threads)
+
+    def call():
+        pool = conv_pool(40, 600, 4)
+        return gdn_ops.short_conv(x, weight, None, pool), pool
+
+    results = at_thread_counts((1, 2, 5), call)
     pool = conv_pool(40, 600, 4)
     y = gdn_ops.short_conv(x.contiguous(), weight, None, pool)
     for other_y, other_pool in results:

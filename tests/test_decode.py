@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from common import ACTIVATIONS, assert_close, clone_pool, make_layer, make_pool
+from common import ACTIVATIONS, assert_close, at_thread_counts, clone_pool, make_layer, make_pool
 from test_conv import conv_pool
 
 import gdn_ops
@@ -64,16 +64,13 @@ def test_speculative():
 def test_threads_and_splits_change_no_bit():
     """One sequence with few key heads takes the two-pass form when threads outnumber its tasks."""
     layer = make_layer(1, 2, H, HV, K, V)
-    results = []
-    threads = torch.get_num_threads()
-    try:
-        for n in (1, 2, 3, 16):
-            torch.set_num_threads(n)
-            conv_state, state = conv_pool(1, C, 4), make_pool(1, HV, V, K)
-            y, _ = run(layer, conv_state, state)
-            results.append((y, conv_state, state))
-    finally:
-        torch.set_num_threads(threads)
+
+    def call():
+        conv_state, state = conv_pool(1, C, 4), make_pool(1, HV, V, K)
+        y, _ = run(layer, conv_state, state)
+        return y, conv_state, state
+
+    results = at_thread_counts((1, 2, 3, 16), call)
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from common import ACTIVATIONS, assert_close
+from common import ACTIVATIONS, assert_close, at_thread_counts
 
 import gdn_ops
 from gdn_ops import reference
@@ -38,14 +38,8 @@ def test_views_and_threads():
     a, b = packed[..., 1::2], packed[..., 0::2]
     A_log, dt = torch.rand(50), torch.randn(50)
     expected = gdn_ops.gating(a.contiguous(), b.contiguous(), A_log, dt)
-    threads = torch.get_num_threads()
-    try:
-        for n in (1, 2, 3):
-            torch.set_num_threads(n)
-            got = gdn_ops.gating(a, b, A_log, dt)
-            assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
-    finally:
-        torch.set_num_threads(threads)
+    for got in at_thread_counts((1, 2, 3), lambda: gdn_ops.gating(a, b, A_log, dt)):
+        assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
 
 
 def test_extremes():

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from common import ACTIVATIONS, assert_close, clone_pool, make_pool, make_qkv
+from common import ACTIVATIONS, assert_close, at_thread_counts, clone_pool, make_pool, make_qkv
 
 import gdn_ops
 from gdn_ops import reference
@@ -136,15 +136,12 @@ def test_empty():
 @pytest.mark.parametrize("T", [1, 5])
 def test_threads_and_neighbours_change_no_bit(T, transposed):
     args = make_qkv(8, T, 2, 6, 72, 56, dtype=torch.bfloat16)
-    results = []
-    threads = torch.get_num_threads()
-    try:
-        for n in (1, 2, 3, 7, 64):
-            torch.set_num_threads(n)
-            pool = make_pool(8, 6, 56, 72, dtype=torch.float16, transposed=transposed)
-            results.append((gdn_ops.recurrent(*args, pool), pool))
-    finally:
-        torch.set_num_threads(threads)
+
+    def call():
+        pool = make_pool(8, 6, 56, 72, dtype=torch.float16, transposed=transposed)
+        return gdn_ops.recurrent(*args, pool), pool
+
+    results = at_thread_counts((1, 2, 3, 7, 64), call)
     for o, pool in results[1:]:
         assert torch.equal(o, results[0][0]) and torch.equal(pool, results[0][1])
     alone = make_pool(8, 6, 56, 72, dtype=torch.float16, transposed=transposed)
@@ -254,12 +251,12 @@ def test_fast_products(fast, act, K):
 
 def test_fast_rows_do_not_depend_on_threads(fast):
     args = make_qkv(1, 1, 1, 1, 128, 250)
-    found = []
-    for threads in (1, 2, 4):
-        torch.set_num_threads(threads)
+
+    def call():
         pool = make_pool(1, 1, 250, 128, dtype=torch.bfloat16)
-        found.append((gdn_ops.recurrent(*args, pool), pool))
-    torch.set_num_threads(2)
+        return gdn_ops.recurrent(*args, pool), pool
+
+    found = at_thread_counts((1, 2, 4), call)
     for o, pool in found[1:]:
         assert torch.equal(o, found[0][0]) and torch.equal(pool, found[0][1])
 
