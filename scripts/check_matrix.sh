@@ -4,20 +4,36 @@
 # Each pair gets an environment of its own (under $MATRIX_DIR, kept, several GB where the wheel
 # brings CUDA), a source tree from HEAD, a CPU build and the tests of the CPU families; the last lines
 # are a table. PYTHON is a version (python3.10 must be on PATH or under $PYTHONS) or a path.
+# Each suite is a run of its own, with a line in PAIR.suites as soon as it ends. CONTINUE=1 goes on
+# with a stopped run of the same commit: what is built stays, what passed is not run again. With ccache
+# on PATH the kernels, which know no torch, compile once for all pairs that share the C++ standard.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 pairs=("${@:-2.5.1/3.10}")
 dir="${MATRIX_DIR:-$(mktemp -d)}"
 export GDN_BACKEND=none MAX_JOBS="${MAX_JOBS:-2}"
-suites=(${SUITES:-recurrent gates norm conv linear decode windows chunk nn isa opcheck arguments reports
-  layering build compile})
+suites=(${SUITES:-recurrent gates norm conv causal_conv1d linear decode windows chunk nn opcheck
+  arguments reports layering build precision memory tiles vllm_compat state_machine docs compile isa})
+commit="$(git rev-parse HEAD)"
+failed=0
 table=()
+
+if ccache="$(command -v ccache)"; then
+  mkdir -p "$dir/ccache"
+  for name in gcc g++; do ln -sf "$ccache" "$dir/ccache/$name"; done
+  export PATH="$dir/ccache:$PATH" CC="${CC:-gcc}" CXX="${CXX:-g++}" CCACHE_NOHASHDIR=1
+fi
 
 interpreter() {
   case "$1" in
     */*) echo "$1" ;;
     *) command -v "python$1" || ls "${PYTHONS:-/nowhere}/$1".*/bin/python 2> /dev/null | head -n 1 ;;
   esac
+}
+
+# The sum of a word of pytest's last lines over all suites: "1406 passed".
+total() {
+  grep -oE "[0-9]+ $1" "$home.suites" | awk -v word="$1" '{ n += $1 } END { if (n) print n, word }'
 }
 
 for pair in "${pairs[@]}"; do
@@ -28,25 +44,38 @@ for pair in "${pairs[@]}"; do
   result="no interpreter"
   if [ -n "$python" ]; then
     mkdir -p "$home"
-    rm -rf "$home/src" && mkdir "$home/src" && git archive HEAD | tar -x -C "$home/src"
+    if [ "${CONTINUE:-0}" != 1 ] || [ "$(cat "$home/commit" 2> /dev/null)" != "$commit" ]; then
+      rm -rf "$home/src" && mkdir "$home/src" && git archive HEAD | tar -x -C "$home/src"
+      echo "$commit" > "$home/commit"
+      rm -f "$home.suites" "$home.tests"
+    fi
     bin="$home/venv/bin"
     if {
       [ -x "$bin/python" ] || "$python" -m venv "$home/venv"
       "$bin/python" -c "import torch, pytest" 2> /dev/null \
         || "$bin/pip" install "torch==$torch" 'setuptools>=77' wheel packaging ninja numpy \
-          'pytest>=8' 'hypothesis>=6.100' expecttest
+          'pytest>=8' 'hypothesis>=6.100' expecttest rich
     } > "$log" 2>&1; then
-      if (cd "$home/src" && "$bin/python" setup.py build_ext --inplace) >> "$log" 2>&1; then
-        files=()
-        for s in "${suites[@]}"; do files+=("tests/test_$s.py"); done
-        (cd "$home/src" && PYTHONPATH="$home/src" TORCHINDUCTOR_CACHE_DIR="$home/inductor" \
-          "$bin/python" -m pytest -q -ra "${files[@]}") > "$home.tests" 2>&1
-        result="$(tail -n 1 "$home.tests" | tr -d '=' | sed 's/^ *//; s/ *$//')"
+      if (cd "$home/src" && CCACHE_BASEDIR="$home/src" \
+        "$bin/python" setup.py build_ext --inplace) >> "$log" 2>&1; then
+        touch "$home.suites"
+        for s in "${suites[@]}"; do
+          grep -q "^ok $s: " "$home.suites" && continue
+          (cd "$home/src" && PYTHONPATH="$home/src" TORCHINDUCTOR_CACHE_DIR="$home/inductor" \
+            "$bin/python" -m pytest -q -ra "tests/test_$s.py") > "$home.part" 2>&1
+          [ $? = 0 ] && state=ok || state=FAILED
+          sed -i "/^[A-Za-z]* $s: /d" "$home.suites"
+          echo "$state $s: $(tail -n 1 "$home.part" | tr -d '=')" >> "$home.suites"
+          cat "$home.part" >> "$home.tests" && rm "$home.part"
+        done
+        result="$(for word in passed failed error skipped; do total $word; done | paste -sd, -)"
+        broken="$(sed -n 's/^FAILED \([a-z0-9_]*\):.*/\1/p' "$home.suites" | paste -sd' ' -)"
+        [ -z "$broken" ] || { failed=1 result+="; FAILED: $broken"; }
       else
-        result="build failed ($log)"
+        failed=1 result="build failed ($log)"
       fi
     else
-      result="not installed ($log)"
+      failed=1 result="not installed ($log)"
     fi
   fi
   table+=("$(printf '%-8s %-6s %s' "$torch" "$version" "$result")")
@@ -54,3 +83,4 @@ for pair in "${pairs[@]}"; do
 done
 printf '\n%-8s %-6s %s\n' torch python result
 printf '%s\n' "${table[@]}"
+exit $failed

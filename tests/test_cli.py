@@ -1,6 +1,7 @@
 """The command line: what each command prints, writes and returns."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -262,6 +263,18 @@ def test_explore_prints_every_table_and_the_verdict(capsys, monkeypatch, tmp_pat
     assert full["mb_per_token"] == pytest.approx(48 * (state + activations) / 1e6)
     assert full["tokens_per_s_bound"] == pytest.approx(2 * 1e12 / (48 * (state + activations)))
     assert any("times the goal" in line for line in data["verdict"]["text"])
+
+
+def test_explore_says_how_far_it_is_and_prints_what_it_has(capsys, monkeypatch):
+    """The last case is the one that was announced; a table does not wait for the next ones."""
+    monkeypatch.setattr(_timing, "WALK_BYTES", 2**22)
+    options = "--quick --batch 1,2 --heads 2/6 --state f32,bf16 --windows 4,8 --no-peers"
+    assert main(["explore", *options.split()]) == 0
+    text = capsys.readouterr().out
+    # Two batches: the recurrence, two R beside float32, one R in each mode beside bfloat16.
+    cases = [int(n) for n in re.findall(r"\.\.\. case (\d+) of 12, \d+ s: ", text)]
+    assert cases == sorted(cases) and set(cases) == set(range(1, 13))
+    assert text.index("batch scaling") < text.index("case 3 of 12")
 
 
 TABLES = ("implementations", "scaling", "matrix", "parts", "lowrank", "throughput")

@@ -13,6 +13,7 @@ alone; attention, experts and weights come on top.
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -91,22 +92,42 @@ class Plan:
             modes = ("exact",) if dtype == torch.float32 else self.precisions
             yield from ((dtype, mode) for mode in modes)
 
+    def windows_beside(self, dtype: torch.dtype) -> tuple[int, ...]:
+        """Every R beside a float32 state, one elsewhere, or a run takes too long."""
+        return self.windows if dtype == torch.float32 else (self.middle,)
 
-def _options(args: argparse.Namespace, status: Callable[[str], None]):
+    @property
+    def cases(self) -> int:
+        forms = sum(len(self.windows_beside(dtype)) for dtype, _ in self.settings())
+        return len(self.batches) * (1 + forms)
+
+
+def _options(args: argparse.Namespace, plan: Plan):
     from gdn_ops.bench import Options
 
     class Short(Options):
+        """Short samples; what it shows begins with how far the whole run is."""
+
+        show: Callable[[str], None]
+        case = 0
+        began = time.monotonic()
+
         @property
         def budget_s(self) -> float:
             return 0.2 if self.quick else 0.8
 
-    return Short(
+        def tell(self, text: str) -> None:
+            passed = time.monotonic() - self.began
+            self.show(f"case {self.case} of {plan.cases}, {passed:.0f} s: {text}")
+
+    options = Short(
         quick=args.quick,
         peers=not args.no_peers,
         compiled=not args.no_compile,
         seed=args.seed,
-        status=status,
     )
+    options.status = options.tell
+    return options
 
 
 def scaling_rows(plan: Plan, options) -> list[dict]:
@@ -117,6 +138,7 @@ def scaling_rows(plan: Plan, options) -> list[dict]:
     asked = options.compiled
     for batch in plan.batches:
         size = batch * plan.heads[1] * recurrent.K * recurrent.V * 4
+        options.case += 1
         options.compiled = asked and batch in COMPILED_AT
         peers = options.peers and size <= recurrent.PEER_STATE_BYTES
         rows += recurrent.case_rows(plan.heads, batch, torch.float32, "VK", False, peers, options)
@@ -136,11 +158,11 @@ def matrix_rows(plan: Plan, options) -> list[dict]:
             for dtype, mode in plan.settings():
                 gdn_ops.set_precision(mode)
                 options.slack = 1.0 if mode == "exact" else FAST_FACTOR
-                # Every R beside a float32 state, one elsewhere, or a run takes too long.
-                wide = dtype == torch.float32
-                for R in plan.windows if wide else (plan.middle,):
+                among = plan.windows_beside(dtype)
+                for R in among:
+                    options.case += 1
                     found = windows.case_rows(plan.heads, batch, dtype, 1, options, R)
-                    keep = found if not wide or plan.windows[0] == R else found[1:]
+                    keep = found if among[0] == R else found[1:]
                     rows += [{**row, "precision": mode} for row in keep]
     finally:
         gdn_ops.set_precision(before)
@@ -374,19 +396,17 @@ def run(args: argparse.Namespace, out: Output) -> tuple[int, dict]:
     machine = bench.machine()
     out.console.print(", ".join(f"{k}: {v}" for k, v in machine.items()), markup=False)
 
-    with torch.no_grad(), out.progress("explore", lines=True) as status:
-        options = _options(args, status)
+    options = _options(args, plan)
+    with torch.no_grad(), out.progress("explore", lines=True) as options.show:
         scaling = scaling_rows(plan, options)
-        matrix = matrix_rows(plan, options)
-        status("explore: error of the low-rank forms")
-        quality = quality_rows(plan, args.seed)
     base = {
         r["batch"]: r["ms"]
         for r in scaling
         if r["candidate"] == "transformers eager" and r["ms"] is not None
     }
-    for row in (*scaling, *matrix):
+    for row in scaling:
         row |= model_columns(row, args, base.get(row["batch"]))
+    # Each table as soon as it is known: whoever stops the run keeps what it found.
     layer = max((b for b in plan.batches if b <= 16), default=plan.batches[0])
     H, HV = plan.heads
     what = f"one decode step of the recurrence, {H}/{HV} heads of 128, bf16 activations"
@@ -402,6 +422,10 @@ def run(args: argparse.Namespace, out: Output) -> tuple[int, dict]:
         sorted(scaling, key=lambda r: (r["candidate"], r["batch"])),
         ("candidate", "batch"),
     )
+    with torch.no_grad(), out.progress("explore", lines=True) as options.show:
+        matrix = matrix_rows(plan, options)
+    for row in matrix:
+        row |= model_columns(row, args, base.get(row["batch"]))
     show_timed(
         out,
         f"measured: full, buffered and low-rank state; {what} (last columns projected)",
@@ -415,6 +439,9 @@ def run(args: argparse.Namespace, out: Output) -> tuple[int, dict]:
                 parts = part_rows(args, plan, out, status)
         except ImportError as error:
             out.console.print(f"parts of a layer: skipped, {error}", markup=False)
+    with torch.no_grad(), out.progress("explore", lines=True) as status:
+        status("error of the low-rank forms")
+        quality = quality_rows(plan, args.seed)
     out.table(
         f"measured: low rank against the full state, {QUALITY_TOKENS} tokens, unit keys, float32",
         ["R", "log decay g", "largest difference", "relative L2"],
