@@ -135,6 +135,23 @@ def test_plot_without_two_batches_is_refused(capsys, tmp_path):
         _plot.scaling([], bench.machine(), str(tmp_path / "x.png"))
 
 
+def test_the_floor_in_a_plot_is_that_of_the_first_candidate(monkeypatch, tmp_path):
+    """One that moves fewer bytes has a lower floor, which says nothing about the first."""
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    from gdn_ops.cli import _plot
+
+    monkeypatch.setattr(pyplot, "close", lambda figure: None)
+    rows = [
+        {"op": "decode", "candidate": name, "batch": b, "ms": 2 * floor * b, "floor_ms": floor * b,
+         "skipped": ""}
+        for b in (1, 2) for name, floor in (("full", 3.0), ("low rank", 1.0))
+    ]  # fmt: skip
+    _plot.scaling(rows, bench.machine(), str(tmp_path / "x.png"))
+    (axis,) = pyplot.gcf().axes
+    drawn = {line.get_label(): list(line.get_ydata()) for line in axis.lines}
+    assert drawn == {"full": [6, 12], "floor of full": [3, 6], "low rank": [2, 4]}
+
+
 def small_case(candidates, n=2):
     pools = [torch.zeros(4096) for _ in range(n)]
     case = {"family": "test", "op": "copy"}

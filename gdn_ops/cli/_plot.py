@@ -6,6 +6,8 @@ from collections import defaultdict
 
 from gdn_ops.cli._output import UsageError
 
+FLOOR = "floor of "
+
 
 def require() -> None:
     """Fail before a long run, not after it."""
@@ -17,6 +19,8 @@ def require() -> None:
 
 def scaling(rows: list[dict], machine: dict, path: str) -> None:
     """One panel for each op, head count and state dtype that was timed at two batch sizes or more.
+
+    The floor is that of a panel's first candidate: others may have to move fewer bytes.
 
     Raises:
         UsageError: no case was timed at two batch sizes.
@@ -32,9 +36,11 @@ def scaling(rows: list[dict], machine: dict, path: str) -> None:
             continue
         panel = panels[row["op"], row.get("heads"), row.get("state")]
         name = row["candidate"] + (f" ({row['layout']})" if row.get("layout") else "")
+        first = next((n for n in panel if not n.startswith(FLOOR)), name)
         panel[name][row["batch"]] = row["ms"]
-        panel["floor"][row["batch"]] = row["floor_ms"]
-    panels = {k: p for k, p in panels.items() if len(p["floor"]) > 1}
+        if name == first:
+            panel[FLOOR + name][row["batch"]] = row["floor_ms"]
+    panels = {k: p for k, p in panels.items() if max(map(len, p.values())) > 1}
     if not panels:
         raise UsageError("--plot: nothing was timed at two batch sizes; see --batch")
     columns = min(3, len(panels))
@@ -47,7 +53,8 @@ def scaling(rows: list[dict], machine: dict, path: str) -> None:
     for axis, ((op, heads, state), series) in zip(axes.flat, panels.items(), strict=False):
         for name, points in series.items():
             batches = sorted(points)
-            style = {"color": "black", "linestyle": "--"} if name == "floor" else {"marker": "o"}
+            floor = {"color": "black", "linestyle": "--"}
+            style = floor if name.startswith(FLOOR) else {"marker": "o"}
             axis.loglog(batches, [points[b] for b in batches], label=name, base=2, **style)
         axis.set_title(" ".join(str(x) for x in (op, heads, state) if x))
         axis.set_xlabel("batch")

@@ -145,10 +145,11 @@ def _times(calls: dict, seconds: float = 0.4, rounds: int = 7) -> dict[str, floa
     return {name: statistics.median(found) for name, found in samples.items()}
 
 
-def layer_part(args: argparse.Namespace, out: Output, status) -> dict:
+def layer_part(args: argparse.Namespace, out: Output, status, dtype: torch.dtype) -> dict:
+    """Each part of a layer of ``dtype``, as transformers computes it and as we do."""
     from gdn_ops.bench._stages import STAGES, Layers, ours, theirs
 
-    layers = Layers.build(args.hidden, HEADS, args.batch, torch.float32, args.seed)
+    layers = Layers.build(args.hidden, HEADS, args.batch, dtype, args.seed)
     caches = {"transformers": layers.cache(layers.plain), "gdn_ops": layers.cache(layers.ours)}
     tables = {}
     for compiled in (False,) if args.no_compile else (False, True):
@@ -191,7 +192,8 @@ def layer_part(args: argparse.Namespace, out: Output, status) -> dict:
                 cells.append("-" if share is None else f"{share * 100:.0f}%" + "*" * inside)
             shown.append(cells)
         out.table(
-            f"one decode step of a layer, {mode}, hot, batch {args.batch}",
+            f"measured: one decode step of a layer, {str(dtype)[6:]}, {mode}, hot, "
+            f"batch {args.batch}",
             ["part", "transformers ms", "share", "gdn_ops ms", "share"],
             shown,
         )
@@ -214,5 +216,5 @@ def run(args: argparse.Namespace, out: Output) -> tuple[int, dict]:
     out.console.print(", ".join(f"{k}: {v}" for k, v in machine.items()), markup=False)
     with torch.no_grad(), out.progress("demo", lines=True) as status:
         equal, tokens = tokens_part(args, out, status)
-        layer = layer_part(args, out, status)
+        layer = layer_part(args, out, status, torch.float32)
     return int(not equal), {"machine": machine, "verdict": equal, **tokens, **layer}

@@ -201,13 +201,13 @@ def quality_rows(plan: Plan, seed: int) -> list[dict]:
 
 
 def part_rows(args: argparse.Namespace, plan: Plan, out: Output, status) -> list[dict]:
-    """Each part of a layer, eager, as transformers computes it and as we do."""
+    """Each part of a layer, eager, in the dtype of the other tables' activations."""
     from gdn_ops.cli import demo
 
     own = argparse.Namespace(hidden=256, batch=plan.batches[0], seed=args.seed, no_compile=True)
     H, HV = demo.HEADS
     out.console.print(f"measured: each part of a layer, {H}/{HV} heads, hidden {own.hidden}")
-    return demo.layer_part(own, out, status)["layer"]["eager"]
+    return demo.layer_part(own, out, status, torch.bfloat16)["layer"]["eager"]
 
 
 def sweeps(scaling: list[dict], matrix: list[dict]) -> dict[int, list[float]]:
