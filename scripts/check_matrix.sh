@@ -45,7 +45,7 @@ for pair in "${pairs[@]}"; do
   if [ -n "$python" ]; then
     mkdir -p "$home"
     if [ "${CONTINUE:-0}" != 1 ] || [ "$(cat "$home/commit" 2> /dev/null)" != "$commit" ]; then
-      rm -rf "$home/src" && mkdir "$home/src" && git archive HEAD | tar -x -C "$home/src"
+      rm -rf "$home/src" && mkdir "$home/src" && git archive "$commit" | tar -x -C "$home/src"
       echo "$commit" > "$home/commit"
       rm -f "$home.suites" "$home.tests"
     fi
