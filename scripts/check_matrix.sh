@@ -13,7 +13,7 @@ pairs=("${@:-2.5.1/3.10}")
 dir="${MATRIX_DIR:-$(mktemp -d)}"
 export GDN_BACKEND=none MAX_JOBS="${MAX_JOBS:-2}"
 suites=(${SUITES:-recurrent gates norm conv causal_conv1d linear decode windows chunk nn opcheck
-  arguments reports layering build precision memory tiles vllm_compat state_machine docs compile isa})
+  arguments reports layering build precision memory vllm_compat state_machine compile isa})
 commit="$(git rev-parse HEAD)"
 failed=0
 table=()
