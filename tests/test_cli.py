@@ -1,6 +1,7 @@
 """The command line: what each command prints, writes and returns."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -48,6 +49,78 @@ def test_usage_errors_return_2(capsys):
     assert "recurrent" in capsys.readouterr().out
     assert main(["bench", "recurrent", "--heads", "4/6"]) == 2
     assert "multiple of key heads" in capsys.readouterr().out
+
+
+def refused(capsys, *args: str) -> str:
+    """What a command says that refuses its arguments, with status 2 and before it runs."""
+    try:
+        assert main([*args]) == 2
+    except SystemExit as stop:
+        assert stop.code == 2
+    said = capsys.readouterr()
+    return said.out + said.err
+
+
+@pytest.mark.parametrize(
+    "args, says",
+    [
+        ("doctor --threads 0", "at least 1"),
+        ("doctor --threads two", "whole number"),
+        ("doctor --threads 100000000", "at most 1024"),
+        ("doctor --json no/such/directory/x.json", "no directory"),
+        ("doctor --json .", "a path to write to"),
+        ("demo --tokens 1", "at least 2"),
+        ("demo --batch 0", "at least 1"),
+        ("demo --hidden -5", "at least 1"),
+        ("demo --seed 1.5", "whole number"),
+        ("verify gating --seed 99999999999999999999999", "at most"),
+        ("verify gating --state f64", "expected some of f32"),
+        ("verify --drift 0", "at least 1"),
+        ("verify gating --drift 5", "OP has no use in --drift"),
+        ("verify --drift 5 --precision fast", "--precision has no use in --drift"),
+        ("verify --drift 5 --lowrank", "two runs"),
+        ("verify --text README.md", "--text has no use in a comparison of ops"),
+        ("bench recurrent --batch 0", "expected at least 1"),
+        ("bench recurrent --batch 1,-4", "expected at least 1"),
+        ("bench recurrent --heads 2/0", "multiple of key heads"),
+        ("bench recurrent --state f64", "expected some of f32"),
+        ("bench --device xpu-twin --rate 0", "above 0"),
+        ("bench --device xpu-twin --bandwidth nan", "above 0"),
+        ("bench recurrent --batch 1 --plot x.png", "two batch sizes"),
+        ("bench recurrent --plot x.doc", "ends in one of"),
+        ("bench recurrent --plot no/such/directory/x.png", "no directory"),
+        ("explore --of 0", "at least 1"),
+        ("explore --layers 5 --of 4", "at most --of 4"),
+        ("explore --batch 4,0", "expected at least 1"),
+        ("explore --ranks 0", "at least 1"),
+        ("explore --goal 0", "above 0"),
+        ("explore --bandwidth inf", "above 0"),
+    ],
+)
+def test_unfit_arguments_are_refused_before_anything_runs(capsys, monkeypatch, args, says):
+    if "--plot" in args:
+        pytest.importorskip("matplotlib")
+    monkeypatch.setattr(bench, "machine", lambda: pytest.fail("it ran"))
+    assert says in refused(capsys, *args.split())
+
+
+def test_a_result_that_cannot_be_written_says_so(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(
+        "pathlib.Path.write_text", lambda *_: (_ for _ in ()).throw(OSError("full"))
+    )
+    assert main(["bench", "--list", "--json", str(tmp_path / "x.json")]) == 2
+    assert "--json: full" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("variable", ["GDN_CPU_ISA", "GDN_PRECISION"])
+def test_wrong_environment_is_said_in_a_line(variable):
+    done = subprocess.run(
+        [sys.executable, "-m", "gdn_ops", "doctor"],
+        env={**os.environ, variable: "bogus"},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stdout.startswith(f"gdn-ops doctor: {variable}: expected") and not done.stderr
 
 
 def test_doctor_reports_what_runs_here(capsys):

@@ -10,6 +10,8 @@ from __future__ import annotations
 import argparse
 import sys
 
+# OpenMP ends the process where the system gives it fewer threads than it was told to start.
+MOST_THREADS = 1024
 COMMANDS = ("demo", "doctor", "verify", "bench", "explore")
 EPILOG = """examples:
   gdn-ops demo                          a tiny Qwen3.5 model decodes with our ops and without
@@ -23,6 +25,8 @@ EPILOG = """examples:
 
 def build_parser() -> argparse.ArgumentParser:
     from importlib import import_module
+
+    from gdn_ops.cli._arguments import new_file, whole
 
     parser = argparse.ArgumentParser(
         prog="gdn-ops",
@@ -42,7 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
         module.add_arguments(sub)
         sub.add_argument(
             "--threads",
-            type=_positive,
+            type=whole(1, MOST_THREADS),
             metavar="N",
             help="threads (default: torch's own)",
         )
@@ -50,19 +54,13 @@ def build_parser() -> argparse.ArgumentParser:
             "--json",
             nargs="?",
             const="-",
+            type=lambda text: text if text == "-" else new_file(text),
             metavar="PATH",
             help="also write the result as JSON to PATH; with '-' or nothing it goes to stdout and "
             "the text to stderr",
         )
         sub.set_defaults(run=module.run)
     return parser
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected a number of at least 1, got {text}")
-    return value
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -79,16 +77,24 @@ def main(argv: list[str] | None = None) -> int:
     out = Output(args.json)
     import torch
 
+    import gdn_ops
+
     if args.threads:
         torch.set_num_threads(args.threads)
     try:
+        # Wrong values of GDN_CPU_ISA and GDN_PRECISION are errors of the first op that runs.
+        gdn_ops.backends(), gdn_ops.get_precision()
+    except RuntimeError as error:
+        out.console.print(f"gdn-ops {args.command}: {error}", markup=False)
+        return 2
+    try:
         code, data = args.run(args, out)
+        named = {"command": args.command, "status": code}
+        out.write_json(data if isinstance(data, list) else named | data)
     except UsageError as error:
         out.console.print(f"gdn-ops {args.command}: {error}", markup=False)
         return 2
     except KeyboardInterrupt:
         out.console.print("interrupted")
         return 130
-    named = {"command": args.command, "status": code}
-    out.write_json(data if isinstance(data, list) else named | data)
     return code

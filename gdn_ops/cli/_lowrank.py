@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import gdn_ops
 from gdn_ops import windows
 from gdn_ops.cli._output import UsageError
+from gdn_ops.nn import CHUNK_FROM
 
 RANKS = (8, 16, 32, 64)
 
@@ -70,7 +71,7 @@ def _model(path: str | None, seed: int):
     except (OSError, ValueError) as error:
         raise UsageError(
             f"--model: expected a directory with a model, got {path!r}: {error}"
-        ) from (error)
+        ) from error
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError):
@@ -98,7 +99,10 @@ def measure(path: str | None, text: str | None, tokens: int, seed: int) -> list[
     with torch.no_grad(), Prefills() as seen:
         model(ids, use_cache=False)
     if not seen.calls:
-        raise UsageError("no layer of this model ran chunk_prefill: is it a Gated DeltaNet model?")
+        raise UsageError(
+            f"no layer ran chunk_prefill on {ids.shape[1]} tokens: expected a Gated DeltaNet model "
+            f"and at least {CHUNK_FROM} tokens"
+        )
     return [
         {
             "layer": layer,

@@ -54,7 +54,10 @@ class Output:
         if self.json_path == "-":
             sys.stdout.write(text)
         else:
-            Path(self.json_path).write_text(text)
+            try:
+                Path(self.json_path).write_text(text)
+            except OSError as error:
+                raise UsageError(f"--json: {error}") from error
             self.console.print(f"wrote {self.json_path}", markup=False)
 
     def table(self, title: str, columns: list[str], rows: list[list[str]]) -> None:

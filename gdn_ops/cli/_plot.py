@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from pathlib import Path
 
 from gdn_ops.cli._output import UsageError
 
 FLOOR = "floor of "
 
 
-def require() -> None:
-    """Fail before a long run, not after it."""
+def require(path: str, batches: tuple[int, ...]) -> None:
+    """Fail before a long run, not after it. ``batches``: those asked for; none: the default."""
     try:
-        import matplotlib  # noqa: F401
+        from matplotlib.backend_bases import FigureCanvasBase
     except ImportError as error:
         raise UsageError("--plot needs matplotlib: pip install matplotlib") from error
+    kinds = FigureCanvasBase.get_supported_filetypes()
+    if Path(path).suffix[1:].lower() not in kinds:
+        raise UsageError(f"--plot: expected a name that ends in one of {', '.join(kinds)}")
+    if len(set(batches)) == 1:
+        raise UsageError(f"--plot: expected two batch sizes or more, got --batch {batches[0]}")
 
 
 def scaling(rows: list[dict], machine: dict, path: str) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 
+from gdn_ops.cli import _arguments
 from gdn_ops.cli._output import Output, UsageError
 
 HELP = "time the ops against peers and the memory floor"
@@ -27,11 +28,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="xpu-twin: counts of the Kunlun kernels; families are then ops, like recurrent",
     )  # fmt: skip
     parser.add_argument(
-        "--rate", type=float, metavar="N",
+        "--rate", type=_arguments.rate, metavar="N",
         help="xpu-twin: vector instructions a second and core that the model assumes (1e9)",
     )  # fmt: skip
     parser.add_argument(
-        "--bandwidth", type=float, metavar="N",
+        "--bandwidth", type=_arguments.rate, metavar="N",
         help="xpu-twin: bytes a second that the model assumes (2.4e12)",
     )  # fmt: skip
     parser.add_argument("--list", action="store_true", help="list the families and stop")
@@ -41,26 +42,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--state", help="state dtypes, like f32,bf16 (default: the family's)")
     parser.add_argument("--no-peers", action="store_true", help="only ours")
     parser.add_argument("--no-compile", action="store_true", help="skip peers under torch.compile")
-    parser.add_argument("--seed", type=int, default=0, help="of the random inputs (0)")
+    parser.add_argument("--seed", type=_arguments.SEED, default=0, help="of the random inputs (0)")
     parser.add_argument(
-        "--plot", metavar="PNG", help="plot time over batch size (needs matplotlib)"
-    )
-
-
-def _list(text: str | None, what: str, convert) -> tuple:
-    if not text:
-        return ()
-    try:
-        return tuple(convert(item.strip()) for item in text.split(","))
-    except (ValueError, KeyError) as error:
-        raise UsageError(f"--{what}: cannot read {text!r}: {error}") from error
-
-
-def _heads(text: str) -> tuple[int, int]:
-    keys, values = (int(x) for x in text.split("/"))
-    if keys < 1 or values % keys:
-        raise ValueError(f"{text}: value heads must be a multiple of key heads")
-    return keys, values
+        "--plot", type=_arguments.new_file, metavar="PNG",
+        help="plot time over batch size (needs matplotlib)",
+    )  # fmt: skip
 
 
 def options_from(args: argparse.Namespace):
@@ -69,9 +55,9 @@ def options_from(args: argparse.Namespace):
 
     return Options(
         quick=args.quick,
-        batches=_list(args.batch, "batch", int),
-        heads=_list(args.heads, "heads", _heads),
-        dtypes=_list(args.state, "state", DTYPES.__getitem__),
+        batches=_arguments.items(args.batch, "batch", _arguments.batch),
+        heads=_arguments.items(args.heads, "heads", _arguments.heads),
+        dtypes=tuple(DTYPES[n] for n in _arguments.items(args.state, "state", _arguments.dtype)),
         peers=not args.no_peers,
         compiled=not args.no_compile,
         seed=args.seed,
@@ -181,7 +167,7 @@ def run(args: argparse.Namespace, out: Output) -> tuple[int, dict | list]:
     if args.plot:
         from gdn_ops.cli import _plot
 
-        _plot.require()
+        _plot.require(args.plot, options.batches)
     machine = bench.machine()
     out.console.print(", ".join(f"{k}: {v}" for k, v in machine.items()), markup=False)
     rows: list[dict] = []

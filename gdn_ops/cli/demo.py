@@ -14,6 +14,7 @@ import time
 
 import torch
 
+from gdn_ops.cli._arguments import SEED, whole
 from gdn_ops.cli._output import Output, UsageError
 
 HELP = "a tiny Qwen3.5 decodes with our ops and with its own fallback"
@@ -22,11 +23,11 @@ PROMPT = 16
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--tokens", type=int, default=64, help="new tokens (default 64)")
-    parser.add_argument("--batch", type=int, default=1, help="sequences (default 1)")
-    parser.add_argument("--hidden", type=int, default=256, help="hidden size (default 256)")
+    parser.add_argument("--tokens", type=whole(2), default=64, help="new tokens (default 64)")
+    parser.add_argument("--batch", type=whole(1), default=1, help="sequences (default 1)")
+    parser.add_argument("--hidden", type=whole(1), default=256, help="hidden size (default 256)")
     parser.add_argument("--no-compile", action="store_true", help="eager only: much shorter")
-    parser.add_argument("--seed", type=int, default=0, help="of the model and the prompt (0)")
+    parser.add_argument("--seed", type=SEED, default=0, help="of the model and the prompt (0)")
 
 
 def _generate(model, ids: torch.Tensor, tokens: int, compiled: bool) -> tuple[torch.Tensor, float]:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from gdn_ops._native import REBUILD
 from gdn_ops.cli._output import Output
 
 HELP = "what was built, what is active, what is missing"
@@ -32,6 +33,7 @@ PACKAGES = (
     ("ninja", "1.10", "faster builds"),
     ("pytest", "8", "the tests"),
 )
+INSTALL = "pip install --no-build-isolation ."
 ENVIRONMENT = ("GDN_CPU_ISA", "GDN_PRECISION", "GDN_BACKEND", "OMP_NUM_THREADS")
 
 
@@ -114,7 +116,7 @@ def _backend_notes(native: dict) -> list[dict]:
             why = "this torch has no CUDA: install a CUDA build of torch"
         else:
             why = "built without it"
-        notes.append({"backend": "cuda", "why": why, "get": "GDN_BACKEND=cuda pip install ."})
+        notes.append({"backend": "cuda", "why": why, "get": f"GDN_BACKEND=cuda {INSTALL}"})
     elif not torch.cuda.is_available():
         notes.append({"backend": "cuda", "why": "built, but torch sees no device", "get": ""})
     if not any(b.startswith("xpu") for b in native["built_backends"]):
@@ -122,7 +124,7 @@ def _backend_notes(native: dict) -> list[dict]:
             {
                 "backend": "xpu (Kunlun)",
                 "why": "built without it",
-                "get": "GDN_BACKEND=xpu XPU_TOOLKIT=/path/to/toolkit pip install . "
+                "get": f"GDN_BACKEND=xpu XPU_TOOLKIT=/path/to/toolkit {INSTALL} "
                 "(or GDN_BACKEND=xpu-twin for the host twin)",
             }
         )
@@ -134,7 +136,7 @@ def _problems(native: dict, packages: list[dict]) -> list[str]:
     if native["built_for_torch"] != torch.__version__:
         problems.append(
             f"built for torch {native['built_for_torch']}, running on {torch.__version__}: rebuild "
-            "with pip install --no-build-isolation --force-reinstall --no-deps ."
+            f"with {REBUILD}"
         )
     if native["cpu_isa"] == "scalar" and platform.machine() in ("x86_64", "aarch64"):
         problems.append("the scalar kernels are active: slow; is GDN_CPU_ISA=scalar set?")

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 import torch
 
+from gdn_ops.cli import _arguments
 from gdn_ops.cli._output import Output, UsageError
-from gdn_ops.cli.bench import _heads, _list
 from gdn_ops.cli.verify import FAST_FACTOR, MODES
 
 HELP = "the matrix of implementations, states, precisions and batches; what bounds the layer"
@@ -39,17 +39,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-peers", action="store_true", help="only ours")
     parser.add_argument("--no-compile", action="store_true", help="skip peers under torch.compile")
     parser.add_argument(
-        "--bandwidth", type=float, metavar="N",
+        "--bandwidth", type=_arguments.rate, metavar="N",
         help="bytes a second of one device, for the projection (default: the sweep measured here)",
     )  # fmt: skip
-    parser.add_argument("--ranks", type=int, default=1, help="devices that share the heads (1)")
-    parser.add_argument("--goal", type=float, default=1e4, help="tokens a second (10000)")
-    parser.add_argument("--layers", type=int, default=48, help="Gated DeltaNet layers (48)")
-    parser.add_argument("--of", type=int, default=64, help="layers of the model (64)")
-    parser.add_argument("--seed", type=int, default=0, help="of the random inputs (0)")
     parser.add_argument(
-        "--plot", metavar="PNG", help="plot time over batch size (needs matplotlib)"
+        "--ranks", type=_arguments.whole(1), default=1, help="devices that share the heads (1)"
     )
+    parser.add_argument("--goal", type=_arguments.rate, default=1e4, help="tokens a second (10000)")
+    parser.add_argument(
+        "--layers", type=_arguments.whole(1), default=48, help="Gated DeltaNet layers (48)"
+    )
+    parser.add_argument(
+        "--of", type=_arguments.whole(1), default=64, help="layers of the model (64)"
+    )
+    parser.add_argument("--seed", type=_arguments.SEED, default=0, help="of the random inputs (0)")
+    parser.add_argument(
+        "--plot", type=_arguments.new_file, metavar="PNG",
+        help="plot time over batch size (needs matplotlib)",
+    )  # fmt: skip
 
 
 @dataclass
@@ -66,21 +73,24 @@ class Plan:
     def of(cls, args: argparse.Namespace) -> Plan:
         from gdn_ops.bench._timing import DTYPES
 
-        batches = _list(args.batch, "batch", int) or ((1, 16) if args.quick else (1, 4, 16, 64))
-        windows = _list(args.windows, "windows", int) or ((16,) if args.quick else (8, 16, 32))
-        precisions = _list(args.precision, "precision", str) or MODES
+        read = _arguments.items
+        batches = read(args.batch, "batch", _arguments.batch) or (
+            (1, 16) if args.quick else (1, 4, 16, 64)
+        )
+        windows = read(args.windows, "windows", int) or ((16,) if args.quick else (8, 16, 32))
+        precisions = read(args.precision, "precision", str) or MODES
         if unknown := [p for p in precisions if p not in MODES]:
             raise UsageError(f"--precision: expected some of {MODES}, got {unknown[0]!r}")
-        if wrong := [b for b in batches if b < 1]:
-            raise UsageError(f"--batch: expected at least 1, got {wrong[0]}")
         if wrong := [r for r in windows if not 1 <= r <= 64]:
             raise UsageError(f"--windows: expected 1 to 64, got {wrong[0]}")
-        if len(heads := _list(args.heads, "heads", _heads)) != 1:
+        if len(heads := read(args.heads, "heads", _arguments.heads)) != 1:
             raise UsageError(f"--heads: expected one pair, like 16/48, got {args.heads!r}")
-        if args.ranks < 1 or heads[0][0] % args.ranks:
+        if args.layers > args.of:
+            raise UsageError(f"--layers: expected at most --of {args.of}, got {args.layers}")
+        if heads[0][0] % args.ranks:
             raise UsageError(f"--ranks: expected a divisor of {heads[0][0]} key heads")
-        dtypes = _list(args.state, "state", DTYPES.__getitem__) or tuple(DTYPES.values())
-        return cls(heads[0], tuple(sorted(batches)), dtypes, precisions, windows)
+        dtypes = tuple(DTYPES[n] for n in read(args.state, "state", _arguments.dtype) or DTYPES)
+        return cls(heads[0], tuple(sorted(set(batches))), dtypes, precisions, windows)
 
     @property
     def middle(self) -> int:
@@ -391,7 +401,7 @@ def run(args: argparse.Namespace, out: Output) -> tuple[int, dict]:
     if args.plot:
         from gdn_ops.cli import _plot
 
-        _plot.require()
+        _plot.require(args.plot, plan.batches)
     keep_freed_memory()
     machine = bench.machine()
     out.console.print(", ".join(f"{k}: {v}" for k, v in machine.items()), markup=False)

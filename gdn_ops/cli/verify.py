@@ -18,6 +18,7 @@ import argparse
 import torch
 from torch import Tensor
 
+from gdn_ops.cli import _arguments
 from gdn_ops.cli._output import Output, UsageError
 
 HELP = "every op against float64, errors by dtype and precision"
@@ -41,28 +42,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--drift",
-        type=int,
+        type=_arguments.whole(1),
         nargs="?",
         const=2000,
         metavar="STEPS",
         help="instead: the error after a long run, by state mode and dtype (2000)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the random inputs (0)")
+    parser.add_argument("--seed", type=_arguments.SEED, default=0, help="of the random inputs (0)")
     low = parser.add_argument_group("low rank")
     low.add_argument("--lowrank", action="store_true", help="errors of low-rank windows, by R")
     low.add_argument("--model", metavar="DIR", help="of which model (default: a small random one)")
     low.add_argument("--text", metavar="FILE", help="what it reads (default: random token ids)")
-    low.add_argument("--tokens", type=int, default=512, help="how much of it (default 512)")
+    low.add_argument(
+        "--tokens", type=_arguments.whole(1), metavar="N", help="how much of it (default 512)"
+    )
 
 
-def _dtypes(text: str | None, what: str) -> list[str]:
+def _dtypes(text: str | None, what: str) -> tuple[str, ...]:
     from gdn_ops.bench._timing import DTYPES
 
-    names = text.split(",") if text else list(DTYPES)
-    unknown = [n for n in names if n not in DTYPES]
-    if unknown:
-        raise UsageError(f"--{what}: expected some of {', '.join(DTYPES)}, got {unknown[0]!r}")
-    return names
+    return _arguments.items(text, what, _arguments.dtype) or tuple(DTYPES)
 
 
 def compare(got: Tensor, want: Tensor, rtol: float, atol: float) -> dict[str, float]:
@@ -86,12 +85,13 @@ def _settings(args: argparse.Namespace, op: str):
     for mode in modes or ():
         if mode not in MODES:
             raise UsageError(f"--precision: expected some of {', '.join(MODES)}, got {mode!r}")
+    states = _dtypes(args.state, "state")
     for activation in _dtypes(args.dtype, "dtype"):
         rounded = op in ROUNDED and activation == "bf16"
         if op in STATELESS:
             yield activation, None, modes or MODES if rounded else ("exact",)
             continue
-        for state in _dtypes(args.state, "state"):
+        for state in states:
             one = state == "f32" and not rounded
             yield activation, state, modes or (("exact",) if one else MODES)
 
@@ -145,8 +145,6 @@ def _drift(args: argparse.Namespace, out: Output) -> tuple[int, dict]:
     from gdn_ops.bench._timing import DTYPES
     from gdn_ops.cli._drift import rows
 
-    if args.drift < 1:
-        raise UsageError(f"--drift: expected at least one step, got {args.drift}")
     activations = {n: DTYPES[n] for n in _dtypes(args.dtype, "dtype")}
     states = {n: DTYPES[n] for n in _dtypes(args.state, "state")}
     with out.progress("drift") as status, torch.no_grad():
@@ -178,13 +176,11 @@ def _lowrank(args: argparse.Namespace, out: Output) -> tuple[int, dict]:
     from gdn_ops import bench
     from gdn_ops.cli import _lowrank
 
-    if args.tokens < 1:
-        raise UsageError(f"--tokens: expected at least 1, got {args.tokens}")
     if args.text is not None and not Path(args.text).is_file():
         raise UsageError(f"--text: no file {args.text!r}")
     text = None if args.text is None else Path(args.text).read_text()
     with out.progress("verify --lowrank"):
-        rows = _lowrank.measure(args.model, text, args.tokens, args.seed)
+        rows = _lowrank.measure(args.model, text, args.tokens or 512, args.seed)
     name = args.model or "a small random model, whose gates are not a trained one's"
     out.table(
         f"error of the output with windows of R entries, {rows[0]['tokens']} tokens, {name}",
@@ -199,25 +195,44 @@ def _lowrank(args: argparse.Namespace, out: Output) -> tuple[int, dict]:
     return 0, {"machine": bench.machine(), "rows": rows}
 
 
+# Options that one kind of run takes, beside those of all.
+TAKES = {
+    "--drift": ("dtype", "state"),
+    "--lowrank": ("model", "text", "tokens"),
+    "a comparison of ops": ("ops", "dtype", "state", "precision"),
+}
+
+
+def _no_idle_options(args: argparse.Namespace) -> None:
+    """Refuse what the run that was asked for would not read."""
+    if args.drift is not None and args.lowrank:
+        raise UsageError("--drift and --lowrank are two runs: give one of them")
+    kind = "--drift" if args.drift is not None else "--lowrank" if args.lowrank else [*TAKES][-1]
+    for name in sorted({n for names in TAKES.values() for n in names} - set(TAKES[kind])):
+        if getattr(args, name):
+            raise UsageError(f"{'OP' if name == 'ops' else f'--{name}'} has no use in {kind}")
+
+
 def run(args: argparse.Namespace, out: Output) -> tuple[int, dict]:
     from gdn_ops import bench
     from gdn_ops.cli._cases import CASES
 
+    if args.lowrank and args.ops:
+        raise UsageError("--lowrank looks at a model, not at an op: give no OP beside it")
+    _no_idle_options(args)
     if args.drift is not None:
         return _drift(args, out)
-
     if args.lowrank:
-        if args.ops:
-            raise UsageError("--lowrank looks at a model, not at an op: give no OP beside it")
         return _lowrank(args, out)
 
     unknown = [op for op in args.ops if op not in CASES]
     if unknown:
         raise UsageError(f"no op {unknown[0]!r} to verify; there are: {', '.join(CASES)}")
+    plan = {op: list(_settings(args, op)) for op in args.ops or CASES}
     rows: list[dict] = []
     with out.progress("verify") as status, torch.no_grad():
-        for op in args.ops or CASES:
-            for activation, state, modes in _settings(args, op):
+        for op, settings in plan.items():
+            for activation, state, modes in settings:
                 for mode in modes:
                     status(f"{op} {activation} state {state or '-'} {mode}")
                     rows += _row(op, activation, state, mode, args.seed)

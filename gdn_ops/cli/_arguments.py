@@ -1,0 +1,91 @@
+"""Readers of arguments: what does not fit is an error of usage before anything runs.
+
+The factories make the ``type`` of an ``argparse`` argument; :func:`items` reads a list.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from gdn_ops.cli._output import UsageError
+
+
+def whole(least: int, most: int | None = None) -> Callable[[str], int]:
+    """A whole number in a range."""
+    wanted = f"a whole number of at least {least}" + (f", at most {most}" if most else "")
+
+    def read(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = None
+        if value is None or value < least or (most is not None and value > most):
+            raise argparse.ArgumentTypeError(f"expected {wanted}, got {text!r}")
+        return value
+
+    return read
+
+
+def rate(text: str) -> float:
+    """A number above zero that is not infinite."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
+    return value
+
+
+def new_file(text: str) -> str:
+    """A path that can be written when the command is done, as far as one can tell before."""
+    path = Path(text)
+    there = path if path.exists() else path.parent
+    if not text or path.is_dir():
+        raise argparse.ArgumentTypeError(f"expected a path to write to, got {text!r}")
+    if not there.exists():
+        raise argparse.ArgumentTypeError(f"no directory {str(there)!r}")
+    if not os.access(there, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{str(there)!r} cannot be written")
+    return text
+
+
+SEED = whole(0, 2**62)
+
+
+def items(text: str | None, what: str, convert: Callable[[str], Any]) -> tuple:
+    """The items of a list with commas; of nothing, none."""
+    if not text:
+        return ()
+    try:
+        return tuple(convert(item.strip()) for item in text.split(","))
+    except ValueError as error:
+        raise UsageError(f"--{what}: cannot read {text!r}: {error}") from error
+
+
+def batch(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError(f"expected at least 1, got {text}")
+    return value
+
+
+def heads(text: str) -> tuple[int, int]:
+    keys, values = (int(x) for x in text.split("/"))
+    if keys < 1 or values < 1 or values % keys:
+        raise ValueError(f"{text}: value heads must be a multiple of key heads")
+    return keys, values
+
+
+def dtype(text: str) -> str:
+    """A name of :data:`gdn_ops.bench._timing.DTYPES`."""
+    from gdn_ops.bench._timing import DTYPES
+
+    if text not in DTYPES:
+        raise ValueError(f"expected some of {', '.join(DTYPES)}, got {text!r}")
+    return text
