@@ -17,6 +17,9 @@ from torch.nn import functional as F
 __all__ = ["STATE_MODES", "GatedDeltaNet", "Heads", "Mixer", "States", "mix", "mix_functional"]
 
 STATE_MODES = ("full", "buffered", "lowrank")
+# Whether States has no window, and no state.
+_ABSENT = {"full": (True, False), "buffered": (False, False), "lowrank": (False, True)}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 # Below this many tokens the recurrence reads the state less often than a chunk's set-up costs.
 CHUNK_FROM = 16
@@ -52,10 +55,25 @@ _TRAINABLE = frozenset.intersection(
 )
 
 
-def missing(state_mode: str, device_type: str) -> str | None:
-    """Why ``state_mode`` cannot run on this kind of device, or None."""
+def _check(name: str, value: int, least: int, most: int | None = None) -> None:
+    if value < least or (most is not None and value > most):
+        wanted = f"at least {least}" if most is None else f"{least} to {most}"
+        raise ValueError(f"{name}: expected {wanted}, got {value}")
+
+
+def _check_mode(state_mode: str, window: int) -> None:
     if state_mode not in STATE_MODES:
         raise ValueError(f"state_mode: expected one of {STATE_MODES}, got {state_mode!r}")
+    if not 1 <= window <= 64:
+        raise ValueError(f"window: expected 1 to 64 entries, got {window}")
+
+
+def missing(state_mode: str, device_type: str) -> str | None:
+    """Why ``state_mode`` cannot run on this kind of device, or None. On "meta" all run: fakes."""
+    if state_mode not in STATE_MODES:
+        raise ValueError(f"state_mode: expected one of {STATE_MODES}, got {state_mode!r}")
+    if device_type == "meta":
+        return None
     absent = [op for op in _NEEDS[state_mode] if device_type not in _KERNELS[op]]
     if absent:
         return (
@@ -67,7 +85,7 @@ def missing(state_mode: str, device_type: str) -> str | None:
 
 def trainable(device_type: str) -> bool:
     """Whether every op of :func:`mix_functional` has a backward on this kind of device."""
-    return device_type in _TRAINABLE
+    return device_type == "meta" or device_type in _TRAINABLE
 
 
 class Heads(NamedTuple):
@@ -145,8 +163,8 @@ class States(NamedTuple):
             dtype: of the conv pool, the activation dtype.
             state_dtype: of the base state. The window's keys and updates are float32.
         """
-        if state_mode not in STATE_MODES:
-            raise ValueError(f"state_mode: expected one of {STATE_MODES}, got {state_mode!r}")
+        _check("rows", rows, 0)
+        _check_mode(state_mode, window)
         H, HV, K, V = heads
 
         def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -378,15 +396,23 @@ class GatedDeltaNet(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        _check("hidden_size", hidden_size, 1)
+        _check("num_k_heads", num_k_heads, 1)
+        _check("num_v_heads", num_v_heads, 1)
         if num_v_heads % num_k_heads:
             raise ValueError(
                 f"num_v_heads: expected a multiple of num_k_heads = {num_k_heads}, "
                 f"got {num_v_heads}"
             )
-        if state_mode not in STATE_MODES:
-            raise ValueError(f"state_mode: expected one of {STATE_MODES}, got {state_mode!r}")
-        if not 1 <= window <= 64:
-            raise ValueError(f"window: expected 1 to 64 entries, got {window}")
+        _check("head_k_dim", head_k_dim, 1, 512)
+        _check("head_v_dim", head_v_dim, 1, 512)
+        _check("conv_kernel_size", conv_kernel_size, 1, 8)
+        _check_mode(state_mode, window)
+        if (dtype or torch.get_default_dtype()) not in DTYPES:
+            raise ValueError(
+                f"dtype: expected float32, bfloat16 or float16, got "
+                f"{dtype or torch.get_default_dtype()}"
+            )
         self.heads = Heads(num_k_heads, num_v_heads, head_k_dim, head_v_dim)
         self.hidden_size = hidden_size
         self.eps = eps
@@ -433,14 +459,26 @@ class GatedDeltaNet(nn.Module):
             self.conv_weight.shape[1],
             state_mode=self.state_mode,
             window=self.window,
-            dtype=self.in_proj.weight.dtype,
+            dtype=self.conv_weight.dtype,  # a quantised projection has no dtype to ask for
             state_dtype=state_dtype,
-            device=self.in_proj.weight.device,
+            device=self.conv_weight.device,
         )
+
+    def _check_shape(self, x: Tensor) -> None:
+        if x.dim() != 3:
+            raise ValueError(
+                f"GatedDeltaNet: x: expected shape [B, T, {self.hidden_size}], got {[*x.shape]}"
+            )
 
     def _run(self, x: Tensor, states: States, *sequences: Tensor | None, decode: bool) -> Tensor:
         if reason := missing(self.state_mode, x.device.type):
             raise NotImplementedError(f"GatedDeltaNet: {reason}")
+        self._check_shape(x)
+        if (states.win_k is None, states.state is None) != _ABSENT[self.state_mode]:
+            raise ValueError(
+                f"GatedDeltaNet: states: expected those of state_mode {self.state_mode!r}, which "
+                "allocate() of this layer gives"
+            )
         y = mix(
             project(self.in_proj, x), self.mixer, states, *sequences, state_mode=self.state_mode,
             decode=decode,
@@ -492,6 +530,7 @@ class GatedDeltaNet(nn.Module):
                     f"GatedDeltaNet: this build has no backward on {x.device.type}; run under "
                     "torch.no_grad()"
                 )
+            self._check_shape(x)
             y, _, _ = mix_functional(self.in_proj(x), self.mixer, cu_seqlens)
             return self.out_proj(y)
         rows = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1

@@ -201,7 +201,31 @@ def test_bad_arguments_are_named():
         GatedDeltaNet(8, 1, 1, state_mode="some")
     with pytest.raises(ValueError, match="window: expected 1 to 64 entries, got 0"):
         GatedDeltaNet(8, 1, 1, window=0)
+    for name, sizes in (
+        ("hidden_size", (0, 1, 1)),
+        ("num_k_heads", (8, 0, 3)),
+        ("num_v_heads", (8, 1, -1)),
+        ("head_k_dim", (8, 1, 1, 513)),
+        ("head_v_dim", (8, 1, 1, 8, 0)),
+        ("conv_kernel_size", (8, 1, 1, 8, 8, 9)),
+    ):
+        with pytest.raises(ValueError, match=f"^{name}: expected"):
+            GatedDeltaNet(*sizes)
+    with pytest.raises(ValueError, match="^dtype: expected .* got torch.float64"):
+        GatedDeltaNet(8, 1, 1, dtype=torch.float64)
     layer = make()
+    with pytest.raises(ValueError, match="^rows: expected at least 0, got -1"):
+        layer.allocate(-1)
+    with pytest.raises(ValueError, match="^window: expected 1 to 64 entries, got 65"):
+        layers.States.allocate(1, layer.heads, 4, state_mode="lowrank", window=65)
+    for mode in layers.STATE_MODES:
+        for other in set(layers.STATE_MODES) - {mode}:
+            states = make(state_mode=other).allocate(2)
+            with torch.no_grad(), pytest.raises(ValueError, match=f"of state_mode '{mode}'"):
+                make(state_mode=mode).decode(torch.zeros(2, 1, 32), states)
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad), pytest.raises(ValueError, match=r"\[B, T, 32\], got"):
+            layer(torch.zeros(5, 32))
     with torch.no_grad(), pytest.raises(ValueError, match="num_accepted"):
         h = layer.heads
         layers.mix(
@@ -286,3 +310,40 @@ def test_hooks_of_the_projections_run(kind):
         getattr(projection, f"register_{kind}_hook")(hook)
     layer(inputs(layer, 2, 3).bfloat16()).sum().backward()
     assert {id(m) for m in seen} == {id(layer.in_proj), id(layer.out_proj)}
+
+
+@pytest.mark.parametrize("mode", layers.STATE_MODES)
+def test_on_the_meta_device(mode):
+    """Shapes without memory, with gradients too; then parameters of its own, and the same layer."""
+    layer = make(state_mode=mode).to("meta")
+    states = layer.allocate(3)
+    with torch.no_grad():
+        for y, T in (
+            (layer.prefill(torch.empty(3, 20, 32, device="meta"), states), 20),
+            (layer.decode(torch.empty(3, 1, 32, device="meta"), states), 1),
+        ):
+            assert y.shape == (3, T, 32) and y.is_meta
+    layer(torch.empty(2, 20, 32, device="meta")).sum().backward()
+    assert layer.A_log.grad.is_meta and layer.A_log.grad.shape == (6,)
+    layer = layer.to_empty(device="cpu").requires_grad_(False)
+    want = make(state_mode=mode)
+    layer.load_state_dict(want.state_dict())
+    x = inputs(layer, 2, 17)
+    with torch.no_grad():
+        assert torch.equal(layer(x), want(x))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+@torch.no_grad()
+def test_a_layer_of_quantised_projections():
+    layer = make()
+    quantised = torch.ao.quantization.quantize_dynamic(layer, {torch.nn.Linear})
+    x = inputs(layer, 2, 18)
+    outputs = []
+    for each in (quantised, layer):
+        states = each.allocate(2)
+        outputs.append(
+            torch.cat([each.prefill(x[:, :17], states), each.decode(x[:, 17:], states)], 1)
+        )
+    error = (outputs[0] - outputs[1]).norm() / outputs[1].norm()
+    assert 0 < error < 0.15  # of products of 8 bits

@@ -21,8 +21,6 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDel
 from gdn_ops import nn as layers
 from gdn_ops.hf.compat import cache_argument
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
 # Slots of a cache layer: 0 is the state of transformers, the window follows. Kept there, beam
 # reordering, reset and offloading of the cache treat the window like any other state.
 WINDOW_SLOTS = (1, 2, 3, 4)
@@ -40,7 +38,7 @@ def _announce(layer: str, reason: str) -> bool:
 
 
 def _is_packable(linear: nn.Module, weight: Tensor) -> bool:
-    return layers.is_plain(linear) and weight.dtype in DTYPES and not weight.is_meta
+    return layers.is_plain(linear) and weight.dtype in layers.DTYPES and not weight.is_meta
 
 
 def _after_load(module: nn.Module, incompatible_keys: Any) -> None:
@@ -198,7 +196,7 @@ class PatchedGatedDeltaNet:
             return f"convolution width {self.conv_kernel_size} is outside 1 to 8"
         parameters = parameters or self._gdn_parameters()
         for parameter in parameters:
-            if parameter.dtype not in DTYPES:
+            if parameter.dtype not in layers.DTYPES:
                 return f"parameters are {parameter.dtype}"
         return layers.missing(self.gdn_state_mode, parameters[0].device.type)
 
@@ -213,7 +211,7 @@ class PatchedGatedDeltaNet:
         """Why this call cannot run on the ops, or None."""
         if (reason := self.gdn_unsupported(parameters)) is not None:
             return reason
-        if hidden_states.dtype not in DTYPES:
+        if hidden_states.dtype not in layers.DTYPES:
             return f"hidden states are {hidden_states.dtype}"
         for parameter in parameters:
             if parameter.device != hidden_states.device:
@@ -228,7 +226,7 @@ class PatchedGatedDeltaNet:
             return "packed sequences that continue a cache or are several rows"
         if kwargs.get("seq_idx") is not None and not packed:
             return "seq_idx without cu_seq_lens_q"
-        if history and layer.conv_states[0].dtype not in DTYPES:
+        if history and layer.conv_states[0].dtype not in layers.DTYPES:
             return f"the conv state of the cache is {layer.conv_states[0].dtype}"
         if history and self.gdn_state_mode == "lowrank" and layer.number_of_states == 1:
             return "the cache holds full states, made before state_mode was 'lowrank'"
