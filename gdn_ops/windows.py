@@ -57,16 +57,20 @@ def allocate(
     """A pool of P empty windows of R entries.
 
     Args:
-        P: pool rows. H, HV: key and value heads. K, V: head sizes. R: 1 to 64.
+        P: pool rows. H, HV: key and value heads. K, V: head sizes, 1 to 512. R: 1 to 64.
         update_dtype, key_dtype: float32, bfloat16 or float16; docs/windows.md has the measured
             cost of the 16-bit ones.
 
     Raises:
-        ValueError: R, HV / H or a dtype is not as above.
+        ValueError: a size, HV / H or a dtype is not as above.
     """
-    if not 1 <= R <= 64:
-        raise ValueError(f"allocate: expected 1 <= R <= 64, got {R}")
-    if H < 1 or HV % H:
+    for name, size, least, most in (
+        ("P", P, 0, None), ("R", R, 1, 64), ("K", K, 1, 512), ("V", V, 1, 512)
+    ):  # fmt: skip
+        if size < least or (most is not None and size > most):
+            wanted = f"{least} <= {name}" + (f" <= {most}" if most else "")
+            raise ValueError(f"allocate: expected {wanted}, got {size}")
+    if H < 1 or HV < 1 or HV % H:
         raise ValueError(f"allocate: expected HV to be a multiple of H, got HV = {HV}, H = {H}")
     for name, dtype in (("update_dtype", update_dtype), ("key_dtype", key_dtype)):
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -94,10 +98,24 @@ def accept(win_fill: Tensor, num_accepted: Tensor, state_indices: Tensor | None 
 
     Args:
         win_fill: ``[P]`` int32, **written in place**.
-        num_accepted: ``[N]``, accepted tokens of the last call; rows below 1 are left alone.
-        state_indices: ``[N]`` rows; negative ones are left alone. Absent: row n is sequence n.
+        num_accepted: ``[N]`` or longer, accepted tokens of the last call; rows below 1 are left
+            alone.
+        state_indices: ``[N]`` rows; negative ones are left alone. Absent: row n is sequence n, of
+            as many as both have.
+
+    Raises:
+        ValueError: the indices have another shape, or ``num_accepted`` is shorter than they are.
     """
-    n = num_accepted.shape[0] if state_indices is None else state_indices.shape[0]
+    if num_accepted.dim() != 1 or (state_indices is not None and state_indices.dim() != 1):
+        raise ValueError("accept: expected num_accepted and state_indices of shape [N]")
+    if state_indices is None:
+        n = min(num_accepted.shape[0], win_fill.shape[0])
+    else:
+        n = state_indices.shape[0]
+    if num_accepted.shape[0] < n:
+        raise ValueError(
+            f"accept: num_accepted: expected at least N = {n} entries, got {num_accepted.shape[0]}"
+        )
     accepted = num_accepted[:n]
     rows = torch.arange(n, device=win_fill.device) if state_indices is None else state_indices
     live = (rows >= 0) & (accepted >= 1)
@@ -200,20 +218,38 @@ def from_uv(
     """Windows from the layout that :func:`to_uv` describes.
 
     Args:
-        UV: ``[N, HV, K+V, R]``. slot: ``[N]`` running count of updates.
+        UV: ``[N, HV, K+V, R]``, R from 1 to 64; columns that hold no update yet are not looked at.
+        slot: ``[N]`` running count of updates, integers from 0 on.
         H, K: key heads and key size.
         update_dtype, key_dtype: those of UV if absent.
 
     Raises:
-        ValueError: value heads of one key head hold different keys (a state that was projected, not
-            accumulated): such a state has no window.
+        ValueError: a shape or a count is not as above, or value heads of one key head hold
+            different keys (a state that was projected, not accumulated): such a state has no
+            window.
     """
-    N, HV, rows, R = UV.shape
+    if UV.dim() != 4 or not 1 <= UV.shape[-1] <= 64 or not 1 <= K < UV.shape[2]:
+        raise ValueError(
+            f"from_uv: UV: expected shape [N, HV, K + V, R] with K = {K}, V >= 1 and R from 1 to "
+            f"64, got {[*UV.shape]}"
+        )
+    N, HV, _, R = UV.shape
+    if H < 1 or HV % H:
+        raise ValueError(f"from_uv: expected HV = {HV} to be a multiple of H, got H = {H}")
+    if slot.shape != (N,) or slot.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"from_uv: slot: expected int32 or int64 of shape [{N}], got {slot.dtype} of shape "
+            f"{[*slot.shape]}"
+        )
+    if (slot < 0).any():
+        raise ValueError(f"from_uv: slot: expected counts from 0 on, got {int(slot.min())}")
     entries = UV.transpose(-1, -2)
     keys = entries[..., :K].reshape(N, H, HV // H, R, K)
-    if not torch.equal(keys, keys[:, :, :1].expand_as(keys)):
-        raise ValueError("from_uv: value heads that share a key head hold different keys")
     fill = slot.clamp(max=R)
+    live = torch.arange(R, device=UV.device) < fill[:, None]
+    seen = torch.where(live[:, None, None, :, None], keys, 0)
+    if not torch.equal(seen, seen[:, :, :1].expand_as(seen)):
+        raise ValueError("from_uv: value heads that share a key head hold different keys")
     head = torch.where(slot > R, slot % R, 0)
     return Window(
         keys[:, :, 0].to(key_dtype or UV.dtype).contiguous(),

@@ -501,6 +501,17 @@ def test_accept_before_flush():
     assert_close("state", state, exact)
 
 
+def test_accept_of_more_or_fewer_counts_than_rows():
+    w = windows.allocate(3, H, HV, 8, 8, 8)
+    w.fill.fill_(4 + 3 * 256)
+    windows.accept(w.fill, torch.tensor([1, 4, 9, 1, 1]))  # two more than the pool has rows
+    assert w.fill.tolist() == [1, 4, 4]
+    for counts, rows in (([1], [0, 1]), ([1, 1], [[0], [1]]), (1, [0])):
+        with pytest.raises(ValueError, match="^accept: "):
+            windows.accept(w.fill, torch.tensor(counts), torch.tensor(rows))
+    assert w.fill.tolist() == [1, 4, 4]
+
+
 def test_uv_round_trip():
     K, V, R = 24, 40, 4
     w = make_window([2, 4, 4], K, V, R, heads=[0, 3, 0])
@@ -517,6 +528,22 @@ def test_uv_round_trip():
     low = windows.Window(*(x[1:].clone() for x in w))
     assert_close("o", gdn_ops.recurrent_lowrank(q, k, v, g, beta, *turned),
                  gdn_ops.recurrent_lowrank(q, k, v, g, beta, *low).double())  # fmt: skip
+    # Columns that hold no update yet may hold anything.
+    UV[0, ..., 2:] = torch.randn_like(UV[0, ..., 2:])
+    UV[0, 0, 0, 3] = float("nan")
+    unused = windows.from_uv(UV, slot, H, K)
+    assert_close("unused", windows.state_of(unused), windows.state_of(w).double())
+    for wrong, says in (
+        ((UV[0], slot, H, K), "UV: expected shape"),
+        ((UV, slot, H, K + V), "UV: expected shape"),
+        ((torch.zeros(3, HV, K + V, 65), slot, H, K), "R from 1 to 64"),
+        ((UV, slot, HV + 1, K), "multiple of H"),
+        ((UV, slot[:2], H, K), r"shape \[3\], got torch.int32 of shape \[2\]"),
+        ((UV, slot.float(), H, K), "got torch.float32"),
+        ((UV, slot - 3, H, K), "from 0 on, got -1"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            windows.from_uv(*wrong)
     UV[0, 0, 0, 0] += 1
     with pytest.raises(ValueError, match="share a key head hold different keys"):
         windows.from_uv(UV, slot, H, K)
@@ -666,6 +693,10 @@ def test_allocate_refuses():
         ({"R": 0}, "R <= 64"),
         ({"R": 65}, "R <= 64"),
         ({"HV": 3}, "multiple of H"),
+        ({"HV": 0}, "multiple of H"),
+        ({"P": -1}, "0 <= P, got -1"),
+        ({"K": 0}, "1 <= K <= 512, got 0"),
+        ({"V": 513}, "1 <= V <= 512, got 513"),
         ({"key_dtype": torch.float64}, "key_dtype"),
     ):
         with pytest.raises(ValueError, match=message):
