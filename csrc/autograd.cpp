@@ -1,6 +1,11 @@
 // Gradients of the functional ops, for every backend: an autograd node at the Autograd key whose
-// forward calls the op below it. The backward ops are compositions of ATen calls, so they run on
-// any device, trace under torch.compile and can be differentiated again.
+// forward calls the op below it. The backward ops here are compositions of ATen calls, so they run
+// on any device, trace under torch.compile and can be differentiated again; that of `chunk` is an
+// op of its own with kernels (csrc/<backend>/ops.cpp), differentiable once.
+//
+// No node materialises gradients: where the loss does not use an output, its gradient stays absent
+// instead of becoming a plain tensor of zeros, which a sharded (DTensor) call could not take.
+#include <algorithm>
 #include <optional>
 #include <string>
 
@@ -9,6 +14,7 @@
 #include <torch/library.h>
 
 #include "linear_aten.h"
+#include "typed_op.h"
 
 namespace gdn {
 namespace {
@@ -18,8 +24,12 @@ using OptTensor = std::optional<Tensor>;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
+// Saved tensors and gradients are undefined where absent; arguments of ops are optional.
 OptTensor optional(const Tensor& t) { return t.defined() ? OptTensor(t) : std::nullopt; }
 Tensor undefined_or(const OptTensor& t) { return t.value_or(Tensor()); }
+bool all_absent(const variable_list& grads) {
+  return std::none_of(grads.begin(), grads.end(), [](const Tensor& t) { return t.defined(); });
+}
 
 // Without create_graph nothing differentiates the backward op: below autograd it reaches tensor
 // subclasses whole (DTensor shards it by a rule), where above it would arrive in pieces.
@@ -29,11 +39,6 @@ struct Whole {
     if (!at::GradMode::is_enabled()) below.emplace();
   }
 };
-
-template <class Schema>
-auto op(const char* name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Schema>();
-}
 
 // --- gating: dg/da = -exp(A_log) * sigmoid(a + dt_bias), dg/dA_log = g, dbeta/db = beta (1 - beta)
 
@@ -62,14 +67,16 @@ struct Gating : torch::autograd::Function<Gating> {
   static variable_list forward(AutogradContext* ctx, const Tensor& a, const Tensor& b,
                                const Tensor& A_log, const Tensor& dt_bias) {
     at::AutoDispatchBelowADInplaceOrView below;
-    static auto call = op<GatingSchema>("gdn::gating");
+    static auto call = typed_op<GatingSchema>("gdn::gating");
     ctx->save_for_backward({a, b, A_log, dt_bias});
+    ctx->set_materialize_grads(false);
     auto [g, beta] = call.call(a, b, A_log, dt_bias);
     return {g, beta};
   }
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    if (all_absent(grads)) return variable_list(4);
     const Whole whole;
-    static auto call = op<GatingBackwardSchema>("gdn::gating_backward");
+    static auto call = typed_op<GatingBackwardSchema>("gdn::gating_backward");
     const auto s = ctx->get_saved_variables();
     const auto zeros = [&] { return at::zeros_like(s[0], s[0].options().dtype(at::kFloat)); };
     const Tensor grad_g = grads[0].defined() ? grads[0] : zeros();
@@ -111,14 +118,16 @@ struct GatedRmsNorm : torch::autograd::Function<GatedRmsNorm> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& gate,
                         const Tensor& weight, double eps) {
     at::AutoDispatchBelowADInplaceOrView below;
-    static auto call = op<NormSchema>("gdn::gated_rms_norm");
+    static auto call = typed_op<NormSchema>("gdn::gated_rms_norm");
     ctx->save_for_backward({x, gate, weight});
+    ctx->set_materialize_grads(false);
     ctx->saved_data["eps"] = eps;
     return call.call(x, gate, weight, eps);
   }
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    if (all_absent(grads)) return variable_list(4);
     const Whole whole;
-    static auto call = op<NormBackwardSchema>("gdn::gated_rms_norm_backward");
+    static auto call = typed_op<NormBackwardSchema>("gdn::gated_rms_norm_backward");
     const auto s = ctx->get_saved_variables();
     auto [dx, dgate, dweight] =
         call.call(grads[0], s[0], s[1], s[2], ctx->saved_data["eps"].toDouble());
@@ -208,17 +217,19 @@ struct Conv1d : torch::autograd::Function<Conv1d> {
                                const std::string& activation,
                                std::optional<c10::SymInt> state_len) {
     at::AutoDispatchBelowADInplaceOrView below;
-    static auto call = op<ConvSchema>("gdn::conv1d");
+    static auto call = typed_op<ConvSchema>("gdn::conv1d");
     ctx->save_for_backward(
         {x, weight, undefined_or(bias), undefined_or(initial), undefined_or(cu)});
     ctx->saved_data["activation"] = activation;
+    ctx->set_materialize_grads(false);
     auto [y, final_state] = call.call(x, weight, bias, initial, cu, activation, state_len);
     ctx->saved_data["state_len"] = final_state.sym_size(2);
     return {y, final_state};
   }
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    if (all_absent(grads)) return variable_list(7);
     const Whole whole;
-    static auto call = op<ConvBackwardSchema>("gdn::conv1d_backward");
+    static auto call = typed_op<ConvBackwardSchema>("gdn::conv1d_backward");
     const auto s = ctx->get_saved_variables();
     const Tensor grad_y = grads[0].defined() ? grads[0] : at::zeros_like(s[0]);
     auto [dx, dw, db, di] = call.call(
@@ -238,6 +249,57 @@ std::tuple<Tensor, Tensor> conv1d(const Tensor& x, const Tensor& weight, const O
   return {out[0], out[1]};
 }
 
+// --- chunk
+
+using ChunkSchema = std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&,
+                                               const Tensor&, const Tensor&, const OptTensor&,
+                                               const OptTensor&, std::optional<double>, bool,
+                                               c10::SymInt);
+using ChunkBackwardSchema = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>(
+    const Tensor&, const OptTensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+    const Tensor&, const OptTensor&, const OptTensor&, std::optional<double>, bool, c10::SymInt);
+
+struct Chunk : torch::autograd::Function<Chunk> {
+  static variable_list forward(AutogradContext* ctx, const Tensor& q, const Tensor& k,
+                               const Tensor& v, const Tensor& g, const Tensor& beta,
+                               const OptTensor& initial_state, const OptTensor& cu_seqlens,
+                               std::optional<double> scale, bool qk_l2norm,
+                               c10::SymInt chunk_size) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    static auto call = typed_op<ChunkSchema>("gdn::chunk");
+    ctx->save_for_backward(
+        {q, k, v, g, beta, undefined_or(initial_state), undefined_or(cu_seqlens)});
+    ctx->saved_data["scale"] = scale;
+    ctx->saved_data["qk_l2norm"] = qk_l2norm;
+    ctx->saved_data["chunk_size"] = chunk_size;
+    ctx->set_materialize_grads(false);
+    auto [o, final_state] =
+        call.call(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm, chunk_size);
+    return {o, final_state};
+  }
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    if (all_absent(grads)) return variable_list(10);
+    static auto call = typed_op<ChunkBackwardSchema>("gdn::chunk_backward");
+    const auto s = ctx->get_saved_variables();
+    const Tensor grad_o = grads[0].defined() ? grads[0] : at::zeros_like(s[2]);
+    auto [dq, dk, dv, dg, dbeta, dstate] =
+        call.call(grad_o, optional(grads[1]), s[0], s[1], s[2], s[3], s[4], optional(s[5]),
+                  optional(s[6]), ctx->saved_data["scale"].toOptional<double>(),
+                  ctx->saved_data["qk_l2norm"].toBool(), ctx->saved_data["chunk_size"].toSymInt());
+    return {dq,       dk,       dv,       dg,      dbeta, s[5].defined() ? dstate : Tensor(),
+            Tensor(), Tensor(), Tensor(), Tensor()};
+  }
+};
+
+std::tuple<Tensor, Tensor> chunk(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g,
+                                 const Tensor& beta, const OptTensor& initial_state,
+                                 const OptTensor& cu_seqlens, std::optional<double> scale,
+                                 bool qk_l2norm, c10::SymInt chunk_size) {
+  const auto out = Chunk::apply(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm,
+                                std::move(chunk_size));
+  return {out[0], out[1]};
+}
+
 // --- linear: torch's product where a gradient is asked for
 
 Tensor linear(const Tensor& x, const Tensor& weight) {
@@ -246,7 +308,7 @@ Tensor linear(const Tensor& x, const Tensor& weight) {
     return torch_linear(x, weight);
   }
   at::AutoDispatchBelowADInplaceOrView below;
-  static auto call = op<Tensor(const Tensor&, const Tensor&)>("gdn::linear");
+  static auto call = typed_op<Tensor(const Tensor&, const Tensor&)>("gdn::linear");
   return call.call(x, weight);
 }
 
@@ -257,6 +319,7 @@ TORCH_LIBRARY_IMPL(gdn, Autograd, m) {
   m.impl("gating", &gating);
   m.impl("gated_rms_norm", &gated_rms_norm);
   m.impl("conv1d", &conv1d);
+  m.impl("chunk", &chunk);
 }
 
 // Where a backend has no kernel of its own.

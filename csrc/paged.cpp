@@ -5,7 +5,6 @@
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/MemoryOverlap.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/as_strided_native.h>
 #include <torch/library.h>
 
@@ -13,6 +12,7 @@
 #include <cstring>
 
 #include "checks.h"
+#include "typed_op.h"
 
 namespace gdn {
 namespace {
@@ -30,11 +30,6 @@ using GatedSignature = Tensor(const Tensor&, const Tensor&, const Tensor&, const
 using ConvSignature = Tensor(const Tensor&, const Tensor&, const OptTensor&, Tensor&,
                              const OptTensor&, const OptTensor&, const OptTensor&, const OptTensor&,
                              const std::string&, bool);
-
-template <class Signature>
-auto op(const char* name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
-}
 
 // The two ways to make views, to shift rows and to call an op. As ops: tracing, fakes and other
 // backends see each of them.
@@ -190,7 +185,7 @@ Tensor paged_recurrent(const Tensor& q, const Tensor& k, const Tensor& v, const 
                        const Tensor& beta, Tensor& state, const Tensor& state_indices,
                        const OptTensor& cu_seqlens, const OptTensor& num_accepted,
                        std::optional<double> scale, bool qk_l2norm) {
-  static auto recurrent = op<RecurrentSignature>("gdn::recurrent");
+  static auto recurrent = typed_op<RecurrentSignature>("gdn::recurrent");
   constexpr auto name = "paged_recurrent";
   TORCH_CHECK(q.dim() == 4, name, ": q: expected [B, T, H, K], got ", q.sym_sizes());
   Paged<Form> p(name, state, state_indices, sequences(name, q, cu_seqlens), 1);
@@ -207,7 +202,7 @@ Tensor paged_recurrent_gated(const Tensor& q, const Tensor& k, const Tensor& v, 
                              const OptTensor& cu_seqlens, const OptTensor& num_accepted,
                              std::optional<double> scale, bool qk_l2norm, int64_t first_row,
                              bool kv_rows) {
-  static auto recurrent = op<GatedSignature>("gdn::recurrent_gated");
+  static auto recurrent = typed_op<GatedSignature>("gdn::recurrent_gated");
   constexpr auto name = "paged_recurrent_gated";
   TORCH_CHECK(v.dim() == 4 || v.dim() == 3, name, ": v: expected [B, T, HV, V] or [T, HV, V], got ",
               v.sym_sizes());
@@ -231,7 +226,7 @@ void paged_decode_packed(const Tensor& mixed_qkv, const Tensor& a, const Tensor&
                          const Tensor& A_log, const Tensor& dt_bias, Tensor& state,
                          const Tensor& state_indices, Tensor& out, std::optional<double> scale,
                          bool qk_l2norm) {
-  static auto recurrent = op<GatedSignature>("gdn::recurrent_gated");
+  static auto recurrent = typed_op<GatedSignature>("gdn::recurrent_gated");
   constexpr auto name = "paged_decode_packed";
   TORCH_CHECK(
       mixed_qkv.dim() == 2 && a.dim() == 2 && b.dim() == 2 && state.dim() == 4, name,
@@ -279,7 +274,7 @@ Tensor paged_short_conv(const Tensor& x, const Tensor& weight, const OptTensor& 
                         const OptTensor& has_initial_state, const OptTensor& cu_seqlens,
                         const OptTensor& num_accepted, const std::string& activation,
                         bool channels_first, bool channels_last, int64_t first_row) {
-  static auto short_conv = op<ConvSignature>("gdn::short_conv");
+  static auto short_conv = typed_op<ConvSignature>("gdn::short_conv");
   constexpr auto name = "paged_short_conv";
   TORCH_CHECK(x.dim() == 3 || x.dim() == 2, name, ": x: expected two or three dimensions, got ",
               x.sym_sizes());
