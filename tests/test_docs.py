@@ -1,4 +1,5 @@
-"""Pages: links lead somewhere, every op has one, each can be found, figures have a date."""
+"""Pages: links lead somewhere, every op has one, each can be found, figures have a date, and their
+Python runs as it is printed."""
 
 from __future__ import annotations
 
@@ -6,7 +7,10 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from test_arguments import OPS
+
+import gdn_ops
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -66,3 +70,62 @@ def test_pages_with_figures_have_a_date(page):
     text = page.read_text()
     if re.search(r"\d (ms|us|microseconds|GB/s|tok/s|tokens/s)\b", text):
         assert re.search(r"20\d\d-\d\d-\d\d", text), f"{page.name}: times without a date"
+
+
+def run(page: str, block: int = 0, **names) -> dict:
+    """The names that a block of Python on a page leaves, from those that it is given."""
+    text = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.S)[block]
+    exec(compile(text, page, "exec"), names)
+    return names
+
+
+@pytest.mark.parametrize("page", ["README.md", "README.zh.md"])
+def test_ten_lines_of_the_readme(page):
+    found = run(page)
+    assert found["o"].shape == (3, 1, 48, 128) and not found["o"][2].any()
+    assert found["pool"][[3, 17]].any() and not found["pool"][[0, -1]].any()
+
+
+def test_what_the_readme_says_is_computed():
+    K, V = 5, 3
+    q, k, v = torch.randn(K), torch.randn(K), torch.randn(V)
+    g, beta, state = -torch.rand(()), torch.rand(()), torch.randn(1, 1, V, K)
+    found = run(
+        "README.md", 1, torch=torch, S=state[0, 0], q=q, k=k, v=v, g=g, beta=beta, scale=K**-0.5
+    )
+    q, k, v = (x.view(1, 1, 1, -1) for x in (q, k, v))
+    o = gdn_ops.recurrent(q, k, v, g.view(1, 1, 1), beta.view(1, 1, 1), state)
+    torch.testing.assert_close(o.flatten(), found["o"])
+    torch.testing.assert_close(state[0, 0], found["S"])
+
+
+def test_equivalent_torch_of_the_recurrence():
+    T, H, HV, K, V = 3, 2, 6, 5, 4
+    q, k = torch.randn(2, 1, T, H, K)
+    v, g, beta = torch.randn(1, T, HV, V), -torch.rand(1, T, HV), torch.rand(1, T, HV)
+    state, o = torch.randn(4, HV, V, K), torch.empty(1, T, HV, V)
+    pool, rows = state.clone(), torch.tensor([2])
+    want = gdn_ops.recurrent(q, k, v, g, beta, pool, rows)
+    run(
+        "docs/ops/recurrent.md", q=q, k=k, v=v, g=g, beta=beta, state=state, o=o, row=2, b=0, T=T,
+        H=H, HV=HV, scale=K**-0.5,
+    )  # fmt: skip
+    torch.testing.assert_close(o, want)
+    torch.testing.assert_close(state, pool)
+
+
+def test_hugging_face_page_runs():
+    pytest.importorskip("transformers")
+    from gdn_ops.hf.tiny import tiny_model
+
+    try:
+        run("docs/huggingface.md", model=tiny_model("qwen3_5", head_dim=16))
+    finally:
+        gdn_ops.unregister_transformers()
+
+
+def test_export_page_runs(tmp_path, monkeypatch):
+    if not hasattr(torch._inductor, "aoti_compile_and_package"):
+        pytest.skip("this torch has no AOTInductor packages")
+    monkeypatch.chdir(tmp_path)
+    assert run("docs/export.md")["y"].shape == (3, 1, 1024)
