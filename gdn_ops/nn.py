@@ -199,17 +199,20 @@ def local(parameter: Tensor | None) -> Tensor | None:
     return parameter.redistribute(placements=placements).to_local(grad_placements=grads)
 
 
-def is_plain(linear: nn.Module) -> bool:
-    """Whether calling ``linear`` is nothing but a product with its weight."""
-    if type(linear) is not nn.Linear or "forward" in linear.__dict__:
-        return False
+def has_hooks(module: nn.Module) -> bool:
+    """Whether calling ``module`` runs anything beside the ``forward`` of its class."""
     every = nn.modules.module  # torch's own `_has_any_global_hook` came after 2.5
     hooks = (
-        linear._forward_hooks, linear._forward_pre_hooks, linear._backward_hooks,
-        linear._backward_pre_hooks, every._global_forward_hooks, every._global_forward_pre_hooks,
+        module._forward_hooks, module._forward_pre_hooks, module._backward_hooks,
+        module._backward_pre_hooks, every._global_forward_hooks, every._global_forward_pre_hooks,
         every._global_backward_hooks, every._global_backward_pre_hooks,
     )  # fmt: skip
-    if any(hooks):
+    return "forward" in module.__dict__ or any(hooks)
+
+
+def is_plain(linear: nn.Module) -> bool:
+    """Whether calling ``linear`` is nothing but a product with its weight."""
+    if type(linear) is not nn.Linear or has_hooks(linear):
         return False
     return linear.bias is None and type(linear.weight) is nn.Parameter
 

@@ -310,6 +310,52 @@ def test_weights_written_in_place_count(storage_pair):
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_weights_written_without_a_trace_count_after_eval(storage_pair):
+    """Through ``data``, as copies of weights from elsewhere are written: no version tells."""
+    plain, patched = (copy.deepcopy(m) for m in storage_pair)
+    x = hidden(2, 5)
+    for model in (plain, patched):
+        layer = first_layer(model)
+        layer(x)
+        for name, weight in layer.named_parameters():
+            if "in_proj" in name:
+                weight.data.copy_(0.7 * weight.data)
+        model.eval()
+    torch.testing.assert_close(first_layer(patched)(x), first_layer(plain)(x), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("how", ["hook", "forward", "module"])
+def test_a_changed_norm_runs(storage_pair, how):
+    """Whatever was put around or in place of the gated norm: the code of transformers calls it."""
+
+    class Other(torch.nn.Module):
+        def __init__(self, norm):
+            super().__init__()
+            self.norm, self.weight = norm, norm.weight
+            self.activation, self.variance_epsilon = norm.activation, norm.variance_epsilon
+
+        def forward(self, *args):
+            return 2 * self.norm(*args)
+
+    plain, patched = (copy.deepcopy(m) for m in storage_pair)
+    for model in (plain, patched):
+        layer = first_layer(model)
+        if how == "hook":
+            layer.norm.register_forward_hook(lambda module, given, out: 2 * out)
+        elif how == "forward":
+            layer.norm.forward = lambda *a, own=layer.norm.forward: 2 * own(*a)
+        else:
+            layer.norm = Other(layer.norm)
+    x = hidden(2, 5)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        got, expected = (first_layer(m)(x) for m in (patched, plain))
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    assert ["the norm" in str(w.message) for w in said] == [True]
+    name, reason = next(iter(gdn_ops.active(patched).items()))
+    assert name.endswith("layers.0.linear_attn") and reason.startswith("transformers (the norm")
+
+
 def test_weights_replaced_and_moved_count(storage_pair):
     plain, patched = (copy.deepcopy(m) for m in storage_pair)
     name = first_layer(patched).gdn_projections[0]

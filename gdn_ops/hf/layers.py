@@ -109,11 +109,14 @@ class PatchedGatedDeltaNet:
     def gdn_refresh(self) -> None:
         """Bring the packed projection up to date with the parameters.
 
-        Called by every eager forward, ``train``, ``eval``, ``to`` and ``load_state_dict``. Compiled
-        code can't look at addresses: after assigning ``weight.data`` by hand, call this (or
-        ``model.eval()``) before the next compiled call.
+        Called by ``train``, ``eval``, ``to`` and ``load_state_dict``; eager forwards look whether
+        it is needed. Compiled code can't look at addresses, and a write through ``weight.data``
+        leaves no trace to look at: after assigning ``weight.data`` by hand, or writing through it
+        where the buffer is a copy (Qwen3-Next), call this (or ``model.eval()``).
         """
         self._gdn_adopt()
+        if self.gdn_reorders:
+            self.gdn_packed = None
         self._gdn_pack()
 
     def _gdn_pack(self) -> None:
@@ -186,6 +189,11 @@ class PatchedGatedDeltaNet:
         """Why this layer can never run on the ops as it stands, or None."""
         if self.activation not in ("silu", "swish"):
             return f"activation {self.activation!r} is not silu"
+        # Its weight is all that the ops read of it.
+        if not type(self.norm).__name__.endswith("RMSNormGated"):
+            return f"the norm is a {type(self.norm).__name__}"
+        if layers.has_hooks(self.norm):
+            return "the norm has hooks or a forward of its own"
         if self.norm.activation not in ("silu", "swish"):
             return f"activation {self.norm.activation!r} of the norm is not silu"
         if not (1 <= self.head_k_dim <= 512 and 1 <= self.head_v_dim <= 512):
@@ -360,7 +368,7 @@ class PatchedGatedDeltaNet:
         if layer.recurrent_states[0] is None:
             raise RuntimeError(
                 "gdn_ops: the cache holds low-rank windows and no state; only a layer patched with "
-                "state_mode='lowrank' can continue it"
+                "state_mode='lowrank' can continue it, and without gradients"
             )
         torch.ops.gdn.window_flush.default(
             layer.recurrent_states[0].transpose(-1, -2),
