@@ -6,7 +6,8 @@
 # are a table. PYTHON is a version (python3.10 must be on PATH or under $PYTHONS) or a path.
 # Each suite is a run of its own, with a line in PAIR.suites as soon as it ends. CONTINUE=1 goes on
 # with a stopped run of the same commit: what is built stays, what passed is not run again. With ccache
-# on PATH the kernels, which know no torch, compile once for all pairs that share the C++ standard.
+# on PATH the kernels, which know no torch, compile once for all pairs that give them the same flags
+# (the C++ standard, the ABI of std::string and Python's own may differ).
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 pairs=("${@:-2.5.1/3.10}")
