@@ -138,10 +138,6 @@ class States(NamedTuple):
     win_g: Tensor | None = None
     win_fill: Tensor | None = None
 
-    @property
-    def window(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return self.win_k, self.win_u, self.win_g, self.win_fill
-
     @staticmethod
     def allocate(
         rows: int,
@@ -230,6 +226,11 @@ def project(linear: nn.Module, x: Tensor) -> Tensor:
     return product(x, linear.weight) if x.is_cpu and is_plain(linear) else linear(x)
 
 
+def window_of(states: States) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The pools of the window. Not a property: torch.compile of 2.9 knows none of a named tuple."""
+    return states.win_k, states.win_u, states.win_g, states.win_fill
+
+
 class Mixer(NamedTuple):
     """Parameters and constants of a layer between its projections.
 
@@ -287,9 +288,9 @@ def mix(
             return _ops.decode.default(*parameters, states.conv, states.state, *tail)
         if state_mode == "buffered":
             return _ops.decode_buffered.default(
-                *parameters, states.conv, states.state, *states.window, *tail
+                *parameters, states.conv, states.state, *window_of(states), *tail
             )
-        return _ops.decode_lowrank.default(*parameters, states.conv, *states.window, *tail)
+        return _ops.decode_lowrank.default(*parameters, states.conv, *window_of(states), *tail)
 
     if num_accepted is not None:
         raise ValueError("num_accepted: speculative tokens run on the decode path, not on prefill")
@@ -301,12 +302,12 @@ def mix(
     # The l2norm is left to the rule, which takes it in float32: here q and k would round again.
     if state_mode == "lowrank":
         o = _ops.chunk_lowrank.default(
-            q, k, v, g, beta, *states.window, state_indices, has_initial_state, cu_seqlens, None,
-            True,
+            q, k, v, g, beta, *window_of(states), state_indices, has_initial_state, cu_seqlens,
+            None, True,
         )  # fmt: skip
     else:
         if state_mode == "buffered":
-            _ops.window_flush.default(states.state, *states.window, state_indices)
+            _ops.window_flush.default(states.state, *window_of(states), state_indices)
         if projected.shape[1] >= CHUNK_FROM and projected.device.type in _KERNELS["chunk_prefill"]:
             o = _ops.chunk_prefill.default(
                 q, k, v, g, beta, states.state, state_indices, state_indices, has_initial_state,

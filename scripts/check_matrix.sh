@@ -66,7 +66,9 @@ for pair in "${pairs[@]}"; do
             "$bin/python" -m pytest -q -ra "tests/test_$s.py") > "$home.part" 2>&1
           [ $? = 0 ] && state=ok || state=FAILED
           sed -i "/^[A-Za-z]* $s: /d" "$home.suites"
-          echo "$state $s: $(tail -n 1 "$home.part" | tr -d '=')" >> "$home.suites"
+          # Not simply the last line: torch has more to say when a process ends.
+          echo "$state $s: $(grep -E '^=*[ 0-9]+ [a-z]+.* in [0-9.]+s' "$home.part" | tail -n 1 | tr -d =)" \
+            >> "$home.suites"
           cat "$home.part" >> "$home.tests" && rm "$home.part"
         done
         result="$(for word in passed failed error skipped; do total $word; done | paste -sd, -)"

@@ -324,7 +324,9 @@ class PatchedGatedDeltaNet:
                 # Stored transposed, in the layout of the kernels: the cache keeps its strides.
                 cache.update_recurrent_state(states.state[rows].transpose(-1, -2), index)
             if mode == "lowrank":
-                self._gdn_store_window(cache.layers[index], [t[rows] for t in states.window])
+                self._gdn_store_window(
+                    cache.layers[index], [t[rows] for t in layers.window_of(states)]
+                )
         return y
 
     def _gdn_continue(self, projected: Tensor, mixer: layers.Mixer, layer: Any) -> Tensor:
@@ -342,10 +344,11 @@ class PatchedGatedDeltaNet:
 
     def _gdn_empty_window(self, layer: Any, heads: layers.Heads) -> tuple[Tensor, ...]:
         conv = layer.conv_states[0]
-        return layers.States.allocate(
+        states = layers.States.allocate(
             conv.shape[0], heads, 1, state_mode="buffered", window=self.gdn_window,
             dtype=conv.dtype, device=conv.device,
-        ).window  # fmt: skip
+        )  # fmt: skip
+        return layers.window_of(states)
 
     @staticmethod
     def _gdn_store_window(layer: Any, window: Any) -> None:
