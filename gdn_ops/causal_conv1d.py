@@ -50,11 +50,13 @@ def causal_conv1d_fn(
         ``[B, C, T]`` in the dtype of x, or that and ``[B, C, W-1]``.
 
     Raises:
-        ValueError: another activation; seq_idx with states; final_states_out without
-            return_final_states. RuntimeError: as :func:`gdn_ops.conv1d`.
+        ValueError: another activation; x of another shape; seq_idx with states; final_states_out
+            without return_final_states. RuntimeError: as :func:`gdn_ops.conv1d`.
     """
     op = "causal_conv1d_fn"
     activation = activation_name(op, activation)
+    if x.dim() != 3:
+        raise ValueError(f"{op}: x: expected shape [B, C, T], got {[*x.shape]}")
     if final_states_out is not None:
         if not return_final_states:
             raise ValueError(f"{op}: final_states_out: needs return_final_states=True")

@@ -117,6 +117,8 @@ def test_refuses_by_name():
         with pytest.raises(ValueError, match="final_states_out"):
             gdn_ops.causal_conv1d_fn(x, weight, return_final_states=True, final_states_out=out)
     before = states.clone()
+    with pytest.raises(ValueError, match=r"x: expected shape \[B, C, T\], got \[4, 9\]"):
+        gdn_ops.causal_conv1d_fn(torch.zeros(4, 9), torch.zeros(4, 3))
     with pytest.raises(NotImplementedError, match="cache_seqlens"):
         gdn_ops.causal_conv1d_update(x, states, weight, cache_seqlens=torch.zeros(B))
     with pytest.raises(ValueError, match="activation"):
