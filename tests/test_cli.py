@@ -112,6 +112,15 @@ def test_a_result_that_cannot_be_written_says_so(capsys, monkeypatch, tmp_path):
     assert "--json: full" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("command", ["demo", "verify --lowrank"])
+def test_commands_that_need_transformers_say_so(capsys, monkeypatch, command):
+    for name in [n for n in sys.modules if n.startswith(("transformers", "gdn_ops.hf"))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "transformers", None)  # as if it were not installed
+    assert main(command.split()) == 2
+    assert "pip install 'transformers>=5.17'" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("variable", ["GDN_CPU_ISA", "GDN_PRECISION"])
 def test_wrong_environment_is_said_in_a_line(variable):
     done = subprocess.run(

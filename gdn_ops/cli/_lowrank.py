@@ -60,7 +60,12 @@ class Prefills(TorchDispatchMode):
 
 def _model(path: str | None, seed: int):
     """The model and a tokenizer or None; ``path`` None: a small random one."""
-    from gdn_ops.hf.tiny import tiny_model
+    try:
+        from gdn_ops.hf.tiny import tiny_model
+    except ImportError as error:
+        raise UsageError(
+            "--lowrank needs transformers: pip install 'transformers>=5.17'"
+        ) from error
 
     if path is None:
         return tiny_model("qwen3_5", seed=seed), None
