@@ -196,19 +196,27 @@ def local(parameter: Tensor | None) -> Tensor | None:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether calling ``module`` runs anything beside the ``forward`` of its class."""
+    """Whether calling ``module`` runs anything beside its ``forward``."""
     every = nn.modules.module  # torch's own `_has_any_global_hook` came after 2.5
     hooks = (
         module._forward_hooks, module._forward_pre_hooks, module._backward_hooks,
         module._backward_pre_hooks, every._global_forward_hooks, every._global_forward_pre_hooks,
         every._global_backward_hooks, every._global_backward_pre_hooks,
     )  # fmt: skip
-    return "forward" in module.__dict__ or any(hooks)
+    return any(hooks)
+
+
+def has_own_forward(module: nn.Module) -> bool:
+    """Whether the ``forward`` of ``module`` is another than that of its class."""
+    if "forward" not in module.__dict__:
+        return False
+    # A wrapper that was taken off again leaves the class's own behind.
+    return getattr(module.forward, "__func__", None) is not type(module).forward
 
 
 def is_plain(linear: nn.Module) -> bool:
     """Whether calling ``linear`` is nothing but a product with its weight."""
-    if type(linear) is not nn.Linear or has_hooks(linear):
+    if type(linear) is not nn.Linear or has_own_forward(linear) or has_hooks(linear):
         return False
     return linear.bias is None and type(linear.weight) is nn.Parameter
 

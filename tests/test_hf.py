@@ -356,6 +356,35 @@ def test_a_changed_norm_runs(storage_pair, how):
     assert name.endswith("layers.0.linear_attn") and reason.startswith("transformers (the norm")
 
 
+def test_a_norm_that_is_moved_between_devices_is_no_other_norm(storage_pair):
+    """The forward that accelerate puts on every module of a model over several devices, while it
+    is there and after it was taken off."""
+
+    class AlignDevicesHook:
+        pass
+
+    plain, patched = (copy.deepcopy(m) for m in storage_pair)
+    layer = first_layer(patched)
+    for module in (
+        layer.norm,
+        layer.in_proj_ba if hasattr(layer, "in_proj_ba") else layer.in_proj_b,
+    ):
+        own = module.forward
+        module._hf_hook, module.forward = AlignDevicesHook(), lambda *a, own=own: own(*a)
+    x = hidden(2, 5)
+    expected = first_layer(plain)(x)
+    for packed in (False, True):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            torch.testing.assert_close(layer(x), expected, rtol=1e-4, atol=1e-4)
+        assert (layer.gdn_packed is not None) == packed
+        assert set(gdn_ops.active(patched).values()) == {"gdn_ops (full)"}
+        for module in (layer.norm, *(getattr(layer, n) for n in layer.gdn_projections)):
+            if hasattr(module, "_hf_hook"):
+                del module._hf_hook
+                module.forward = type(module).forward.__get__(module)
+
+
 def test_weights_replaced_and_moved_count(storage_pair):
     plain, patched = (copy.deepcopy(m) for m in storage_pair)
     name = first_layer(patched).gdn_projections[0]

@@ -41,6 +41,12 @@ def _is_packable(linear: nn.Module, weight: Tensor) -> bool:
     return layers.is_plain(linear) and weight.dtype in layers.DTYPES and not weight.is_meta
 
 
+def _only_aligns_devices(module: nn.Module) -> bool:
+    """Whether the forward put in place is that of accelerate, which moves tensors between devices:
+    :meth:`PatchedGatedDeltaNet.gdn_fallback` looks where the parameters are."""
+    return type(getattr(module, "_hf_hook", None)).__name__ == "AlignDevicesHook"
+
+
 def _after_load(module: nn.Module, incompatible_keys: Any) -> None:
     module.gdn_refresh()
 
@@ -192,7 +198,9 @@ class PatchedGatedDeltaNet:
         # Its weight is all that the ops read of it.
         if not type(self.norm).__name__.endswith("RMSNormGated"):
             return f"the norm is a {type(self.norm).__name__}"
-        if layers.has_hooks(self.norm):
+        if layers.has_hooks(self.norm) or (
+            layers.has_own_forward(self.norm) and not _only_aligns_devices(self.norm)
+        ):
             return "the norm has hooks or a forward of its own"
         if self.norm.activation not in ("silu", "swish"):
             return f"activation {self.norm.activation!r} of the norm is not silu"
