@@ -1,4 +1,5 @@
-"""The level amx without AMX: tiles in plain C++ (tests/native), chunks against the recurrence."""
+"""The programs of tests/native: the level amx without AMX, tiles in plain C++, chunks against the
+recurrence; and that the driver of scripts/check_sanitizers.sh is still C++."""
 
 from __future__ import annotations
 
@@ -10,17 +11,30 @@ from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).parent / "native" / "tiles.cpp"
+NATIVE = Path(__file__).parent / "native"
 # The flags of setup.py that change what the kernels compute; -O1 builds in a tenth of the time.
 FLAGS = ["-std=c++17", "-O1", "-ffp-contract=off", "-fno-math-errno", "-w"]
 
 
-def test_chunks_in_emulated_tiles(tmp_path):
-    compiler = shutil.which(os.environ.get("CXX") or "c++")
-    if platform.machine() != "x86_64" or compiler is None:
-        pytest.skip("needs an x86-64 processor and a C++ compiler")
+@pytest.fixture
+def compiler():
+    found = shutil.which(os.environ.get("CXX") or "c++")
+    if found is None:
+        pytest.skip("needs a C++ compiler")
+    return found
+
+
+def test_the_driver_compiles(compiler):
+    """It is built by a script that takes a quarter of an hour, so rarely."""
+    driver = NATIVE / "driver.cpp"
+    subprocess.run([compiler, "-std=c++17", "-fsyntax-only", str(driver)], check=True)
+
+
+def test_chunks_in_emulated_tiles(compiler, tmp_path):
+    if platform.machine() != "x86_64":
+        pytest.skip("needs an x86-64 processor")
     program = tmp_path / "tiles"
-    subprocess.run([compiler, *FLAGS, str(SOURCE), "-o", str(program)], check=True)
+    subprocess.run([compiler, *FLAGS, str(NATIVE / "tiles.cpp"), "-o", str(program)], check=True)
     run = subprocess.run([str(program)], capture_output=True, text=True)
     if run.returncode == 77:
         pytest.skip(run.stdout.strip())

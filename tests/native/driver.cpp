@@ -61,8 +61,6 @@ struct Random {
   }
 };
 
-int64_t size_of(DType d) { return d == DType::f32 ? 4 : 2; }
-
 float read(const void* p, DType d, int64_t i) {
   if (d == DType::f32) return static_cast<const float*>(p)[i];
   if (d == DType::bf16) return to_float(static_cast<const bf16_t*>(p)[i]);
