@@ -6,6 +6,7 @@
 // No node materialises gradients: where the loss does not use an output, its gradient stays absent
 // instead of becoming a plain tensor of zeros, which a sharded (DTensor) call could not take.
 #include <algorithm>
+#include <initializer_list>
 #include <optional>
 #include <string>
 
@@ -27,6 +28,15 @@ using torch::autograd::variable_list;
 // Saved tensors and gradients are undefined where absent; arguments of ops are optional.
 OptTensor optional(const Tensor& t) { return t.defined() ? OptTensor(t) : std::nullopt; }
 Tensor undefined_or(const OptTensor& t) { return t.value_or(Tensor()); }
+// None for an argument that is no option arrives undefined, and a node would ask it for its device.
+void check_given(const char* op, std::initializer_list<const char*> names,
+                 std::initializer_list<const Tensor*> tensors) {
+  auto name = names.begin();
+  for (const Tensor* t : tensors) {
+    TORCH_CHECK(t->defined(), op, ": ", *name, ": expected a tensor, got None");
+    ++name;
+  }
+}
 bool all_absent(const variable_list& grads) {
   return std::none_of(grads.begin(), grads.end(), [](const Tensor& t) { return t.defined(); });
 }
@@ -88,6 +98,7 @@ struct Gating : torch::autograd::Function<Gating> {
 
 std::tuple<Tensor, Tensor> gating(const Tensor& a, const Tensor& b, const Tensor& A_log,
                                   const Tensor& dt_bias) {
+  check_given("gating", {"a", "b", "A_log", "dt_bias"}, {&a, &b, &A_log, &dt_bias});
   const auto out = Gating::apply(a, b, A_log, dt_bias);
   return {out[0], out[1]};
 }
@@ -136,6 +147,7 @@ struct GatedRmsNorm : torch::autograd::Function<GatedRmsNorm> {
 };
 
 Tensor gated_rms_norm(const Tensor& x, const Tensor& gate, const Tensor& weight, double eps) {
+  check_given("gated_rms_norm", {"x", "gate", "weight"}, {&x, &gate, &weight});
   return GatedRmsNorm::apply(x, gate, weight, eps);
 }
 
@@ -245,6 +257,7 @@ std::tuple<Tensor, Tensor> conv1d(const Tensor& x, const Tensor& weight, const O
                                   const OptTensor& initial, const OptTensor& cu,
                                   const std::string& activation,
                                   std::optional<c10::SymInt> state_len) {
+  check_given("conv1d", {"x", "weight"}, {&x, &weight});
   const auto out = Conv1d::apply(x, weight, bias, initial, cu, activation, state_len);
   return {out[0], out[1]};
 }
@@ -295,6 +308,7 @@ std::tuple<Tensor, Tensor> chunk(const Tensor& q, const Tensor& k, const Tensor&
                                  const Tensor& beta, const OptTensor& initial_state,
                                  const OptTensor& cu_seqlens, std::optional<double> scale,
                                  bool qk_l2norm, c10::SymInt chunk_size) {
+  check_given("chunk", {"q", "k", "v", "g", "beta"}, {&q, &k, &v, &g, &beta});
   const auto out = Chunk::apply(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm,
                                 std::move(chunk_size));
   return {out[0], out[1]};

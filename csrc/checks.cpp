@@ -15,8 +15,14 @@ bool is_activation(at::ScalarType t) {
   return t == at::kFloat || t == at::kBFloat16 || t == at::kHalf;
 }
 
+// None for an argument that is no option arrives as a tensor without anything.
+void check_given(const char* op, const char* name, const at::Tensor& t) {
+  TORCH_CHECK(t.defined(), op, ": ", name, ": expected a tensor, got None");
+}
+
 void check_dim(const char* op, const char* name, const at::Tensor& t, int64_t dim,
                const char* shape) {
+  check_given(op, name, t);
   TORCH_CHECK(t.dim() == dim, op, ": ", name, ": expected shape ", shape, ", got ", t.sizes());
 }
 
@@ -27,6 +33,7 @@ void check_size(const char* op, const char* name, const at::Tensor& t, int64_t d
 }
 
 void check_device(const char* op, const char* name, const at::Tensor& t, const at::Tensor& like) {
+  check_given(op, name, t);
   TORCH_CHECK(t.device() == like.device(), op, ": ", name, ": expected device ", like.device(),
               ", got ", t.device());
 }
@@ -598,7 +605,7 @@ RecurrentArgs window_args(const char* op, const at::Tensor* state, const WindowT
               fill.scalar_type());
   check_writable(op, "win_fill", fill);
   if (window) {
-    TORCH_CHECK(state && state->dim() == 4, op, ": state: expected shape [P, HV, V, K]");
+    check_dim(op, "state", *state, 4, "[P, HV, V, K]");
     check_dim(op, "win_k", window->k, 4, "[P, H, R, K]");
     a.H = window->k.size(1);
     a.HV = state->size(1);
@@ -625,6 +632,8 @@ RecurrentArgs window_args(const char* op, const at::Tensor* state, const WindowT
 
 GatingArgs gating_args(const char* op, const at::Tensor& a, const at::Tensor& b,
                        const at::Tensor& A_log, const at::Tensor& dt_bias) {
+  check_given(op, "a", a);
+  check_given(op, "b", b);
   TORCH_CHECK(a.dim() >= 1, op, ": a: expected shape [..., HV], got a scalar");
   TORCH_CHECK(a.sizes() == b.sizes(), op, ": b: expected the shape of a, ", a.sizes(), ", got ",
               b.sizes());
@@ -725,6 +734,8 @@ ConvGatingArgs conv_gating_args(const char* op, const at::Tensor& mixed_qkv, con
 
 NormArgs norm_args(const char* op, const at::Tensor& x, const at::Tensor& gate,
                    const at::Tensor& weight, double eps) {
+  check_given(op, "x", x);
+  check_given(op, "gate", gate);
   TORCH_CHECK(x.dim() >= 1, op, ": x: expected shape [..., V], got a scalar");
   TORCH_CHECK(x.sizes() == gate.sizes(), op, ": gate: expected the shape of x, ", x.sizes(),
               ", got ", gate.sizes());
@@ -751,6 +762,7 @@ NormArgs norm_args(const char* op, const at::Tensor& x, const at::Tensor& gate,
 }
 
 LinearArgs linear_args(const char* op, const at::Tensor& x, const at::Tensor& weight, bool* plain) {
+  check_given(op, "x", x);
   TORCH_CHECK(x.dim() >= 1, op, ": x: expected shape [..., K], got a scalar");
   check_dim(op, "weight", weight, 2, "[N, K]");
   check_size(op, "weight", weight, 1, x.size(-1), "K");

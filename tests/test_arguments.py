@@ -184,6 +184,9 @@ def written(args: dict) -> list[str]:
 def breaks(op: str, args: dict) -> Iterator[tuple[str, str, dict]]:
     """(argument, what is wrong, the arguments)."""
     tensors = {n: x for n, x in args.items() if isinstance(x, Tensor)}
+    for argument in getattr(torch.ops.gdn, op).default._schema.arguments:
+        if str(argument.type) == "Tensor":
+            yield argument.name, "None", {**args, argument.name: None}
     for name, x in tensors.items():
         index = name in INDICES
         wrong = torch.float32 if index else torch.float64
@@ -312,6 +315,20 @@ def test_every_invalid_call_raises_before_any_write(op, packed):
         if problem:
             wrong.append(f"{name}, {what}: {problem}")
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("inference", [False, True], ids=["grad", "inference"])
+@pytest.mark.parametrize("op", OPS)
+def test_none_for_a_tensor_is_named(op, inference):
+    call = getattr(torch.ops.gdn, op).default
+    for argument in call._schema.arguments:
+        if str(argument.type) == "Tensor":
+            args = {**valid(op, False), argument.name: None}
+            with (
+                torch.inference_mode(inference),
+                pytest.raises(RuntimeError, match=f"^{op}: {argument.name}: expected a tensor"),
+            ):
+                call(**args)
 
 
 def attempt(call: Callable, op: str, names: set[str], args: dict) -> str | None:
