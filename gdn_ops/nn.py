@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from gdn_ops import windows
+
 __all__ = ["STATE_MODES", "GatedDeltaNet", "Heads", "Mixer", "States", "mix", "mix_functional"]
 
 STATE_MODES = ("full", "buffered", "lowrank")
@@ -158,26 +160,20 @@ class States(NamedTuple):
             window: R, entries of a window, 1 to 64 (buffered and lowrank only).
             dtype: of the conv pool, the activation dtype.
             state_dtype: of the base state. The window's keys and updates are float32.
+
+        Raises:
+            ValueError: another state_mode, or a window outside 1 to 64.
         """
         _check("rows", rows, 0)
         _check_mode(state_mode, window)
-        H, HV, K, V = heads
-
-        def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
-        conv = zeros(rows, heads.conv_dim, conv_width, dtype=dtype)
-        state = None if state_mode == "lowrank" else zeros(rows, HV, V, K, dtype=state_dtype)
+        _, HV, K, V = heads
+        conv = torch.zeros(rows, heads.conv_dim, conv_width, dtype=dtype, device=device)
+        state = None
+        if state_mode != "lowrank":
+            state = torch.zeros(rows, HV, V, K, dtype=state_dtype, device=device)
         if state_mode == "full":
             return States(conv, state)
-        return States(
-            conv,
-            state,
-            zeros(rows, H, window, K, dtype=torch.float32),
-            zeros(rows, HV, window, V, dtype=torch.float32),
-            zeros(rows, HV, window, dtype=torch.float32),
-            zeros(rows, dtype=torch.int32),
-        )
+        return States(conv, state, *windows.allocate(rows, *heads, window, device=device))
 
 
 def local(parameter: Tensor | None) -> Tensor | None:
@@ -315,7 +311,12 @@ def mix(
         )  # fmt: skip
     else:
         if state_mode == "buffered":
-            _ops.window_flush.default(states.state, *window_of(states), state_indices)
+            rows = state_indices
+            if rows is None:
+                # Those of this call: without indices the op would fold every row of the pool.
+                n = projected.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+                rows = torch.arange(n, device=projected.device)
+            _ops.window_flush.default(states.state, *window_of(states), rows)
         if projected.shape[1] >= CHUNK_FROM and projected.device.type in _KERNELS["chunk_prefill"]:
             o = _ops.chunk_prefill.default(
                 q, k, v, g, beta, states.state, state_indices, state_indices, has_initial_state,
@@ -323,7 +324,7 @@ def mix(
             )  # fmt: skip
         else:
             o = _ops.recurrent.default(q, k, v, g, beta, states.state, *sequences, None, True)
-    # The norm takes rows of one stride; the heads of z inside the projection have two.
+    # Every device's norm takes rows of one stride; the heads of z inside the projection have two.
     z = z.contiguous().unflatten(-1, (h.num_v_heads, h.head_v_dim))
     return _ops.gated_rms_norm.default(o, z, mixer.norm_weight, mixer.eps).flatten(-2)
 

@@ -262,6 +262,17 @@ def test_windows(mode):
     assert not states.conv[[1, 2]].any() and not states.win_u[[1, 2]].any()
 
 
+@torch.no_grad()
+def test_a_prefill_folds_no_window_but_those_of_its_sequences():
+    """Row 2 of the pool waits with drafts that nobody has accepted yet."""
+    layer = make(state_mode="buffered", window=4)
+    states = layer.allocate(3)
+    layer.decode(inputs(layer, 3, 3), states)
+    before = [t[2].clone() for t in states]
+    layer.prefill(inputs(layer, 2, 20), states)
+    assert all(torch.equal(t[2], old) for t, old in zip(states, before, strict=True))
+
+
 def test_packed_projection_order():
     """Rows of in_proj: q, k, v of all heads, then z, b and a."""
     layer = make()

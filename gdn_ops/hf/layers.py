@@ -19,6 +19,7 @@ from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeGated
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
 from gdn_ops import nn as layers
+from gdn_ops import windows
 from gdn_ops.hf.compat import cache_argument
 
 # Slots of a cache layer: 0 is the state of transformers, the window follows. Kept there, beam
@@ -341,7 +342,9 @@ class PatchedGatedDeltaNet:
         """History: update the tensors of the cache in place."""
         mode = self.gdn_state_mode
         if mode == "buffered" and layer.number_of_states == 1:
-            self._gdn_store_window(layer, self._gdn_empty_window(layer, mixer.heads))
+            rows, device = projected.shape[0], projected.device
+            empty = windows.allocate(rows, *mixer.heads, self.gdn_window, device=device)
+            self._gdn_store_window(layer, empty)
         if mode == "full":
             self._gdn_fold(layer)
         state = None if mode == "lowrank" else layer.recurrent_states[0].transpose(-1, -2)
@@ -349,14 +352,6 @@ class PatchedGatedDeltaNet:
         return layers.mix(
             projected, mixer, layers.States(layer.conv_states[0], state, *window), state_mode=mode
         )
-
-    def _gdn_empty_window(self, layer: Any, heads: layers.Heads) -> tuple[Tensor, ...]:
-        conv = layer.conv_states[0]
-        states = layers.States.allocate(
-            conv.shape[0], heads, 1, state_mode="buffered", window=self.gdn_window,
-            dtype=conv.dtype, device=conv.device,
-        )  # fmt: skip
-        return layers.window_of(states)
 
     @staticmethod
     def _gdn_store_window(layer: Any, window: Any) -> None:
