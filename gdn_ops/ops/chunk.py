@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gdn_ops.ops._common import check_same_device
+from gdn_ops.ops._common import check_dims, check_tokens, check_window
 
 _chunk = torch.ops.gdn.chunk.default
 _chunk_prefill = torch.ops.gdn.chunk_prefill.default
@@ -46,8 +46,8 @@ def chunk(
         qk_l2norm: normalise q and k with ``x * rsqrt(sum(x^2) + 1e-6)`` in float32 first.
         chunk_size: tokens of a chunk, 16 to 128.
 
-    On CPU all of q, k, v, g, beta and initial_state may be float64 together: a plain form for
-    checking gradients, not a fast one.
+    On CPU and CUDA all of q, k, v, g, beta and initial_state may be float64 together: a plain form
+    for checking gradients, not a fast one.
 
     Returns:
         ``(o, final_state)``: ``[B, T, HV, V]`` in the dtype of q, and ``[N, HV, V, K]`` float32,
@@ -166,18 +166,18 @@ def chunk_lowrank(
 
 
 def _check(op: str, q: Tensor, k: Tensor, v: Tensor, chunk_size: int, **others) -> None:
-    torch._check(q.dim() == 4, lambda: f"{op}: q: expected [B, T, H, K], got {tuple(q.shape)}")
-    torch._check(k.dim() == 4, lambda: f"{op}: k: expected [B, T, H, K], got {tuple(k.shape)}")
-    torch._check(v.dim() == 4, lambda: f"{op}: v: expected [B, T, HV, V], got {tuple(v.shape)}")
-    torch._check(
-        q.dtype == k.dtype == v.dtype,
-        lambda: f"{op}: k, v: expected the dtype of q, {q.dtype}, got {k.dtype} and {v.dtype}",
-    )
+    check_tokens(op, q, k, v, **others)
     torch._check(
         MIN_CHUNK <= chunk_size <= MAX_CHUNK,
         lambda: f"{op}: chunk_size: expected {MIN_CHUNK} to {MAX_CHUNK}, got {chunk_size}",
     )
-    check_same_device(op, q, k=k, v=v, **others)
+
+
+def _states(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """One state a sequence, ``[N, HV, V, K]``."""
+    N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return v.new_empty((N, v.shape[2], v.shape[3], q.shape[3]), dtype=dtype)
 
 
 @torch.library.register_fake("gdn::chunk")
@@ -185,28 +185,20 @@ def _(q, k, v, g, beta, initial_state=None, cu_seqlens=None, scale=None, qk_l2no
       chunk_size=64):  # fmt: skip
     _check("chunk", q, k, v, chunk_size, g=g, beta=beta, initial_state=initial_state,
            cu_seqlens=cu_seqlens)  # fmt: skip
-    N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    state = v.new_empty((N, v.shape[2], v.shape[3], q.shape[3]), dtype=dtype)
-    return v.new_empty(v.shape), state
+    return v.new_empty(v.shape), _states(q, v, cu_seqlens)
 
 
 @torch.library.register_fake("gdn::chunk_backward")
 def _(grad_o, grad_final_state, q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm,
       chunk_size):  # fmt: skip
-    N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    state = v.new_empty((N, v.shape[2], v.shape[3], q.shape[3]), dtype=dtype)
-    return (*(x.new_empty(x.shape) for x in (q, k, v, g, beta)), state)
+    grads = (x.new_empty(x.shape) for x in (q, k, v, g, beta))
+    return (*grads, _states(q, v, cu_seqlens))
 
 
 @torch.library.register_fake("gdn::chunk_prefill")
 def _(q, k, v, g, beta, state, read_indices=None, write_indices=None, has_initial_state=None,
       cu_seqlens=None, edge_rows=None, scale=None, qk_l2norm=False, chunk_size=64):  # fmt: skip
-    torch._check(
-        state.dim() == 4,
-        lambda: f"chunk_prefill: state: expected [P, HV, V, K], got {tuple(state.shape)}",
-    )
+    check_dims("chunk_prefill", state=(state, "[P, HV, V, K]"))
     _check("chunk_prefill", q, k, v, chunk_size, g=g, beta=beta, state=state,
            read_indices=read_indices, write_indices=write_indices,
            has_initial_state=has_initial_state, cu_seqlens=cu_seqlens,
@@ -217,7 +209,7 @@ def _(q, k, v, g, beta, state, read_indices=None, write_indices=None, has_initia
 @torch.library.register_fake("gdn::chunk_lowrank")
 def _(q, k, v, g, beta, win_k, win_u, win_g, win_fill, state_indices=None, has_initial_state=None,
       cu_seqlens=None, scale=None, qk_l2norm=False, chunk_size=64):  # fmt: skip
-    _check("chunk_lowrank", q, k, v, chunk_size, g=g, beta=beta, win_k=win_k, win_u=win_u,
-           win_g=win_g, win_fill=win_fill, state_indices=state_indices,
+    _check("chunk_lowrank", q, k, v, chunk_size, g=g, beta=beta, state_indices=state_indices,
            has_initial_state=has_initial_state, cu_seqlens=cu_seqlens)  # fmt: skip
+    check_window("chunk_lowrank", q, win_k, win_u, win_g, win_fill)
     return v.new_empty(v.shape)

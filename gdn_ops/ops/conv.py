@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gdn_ops.ops._common import SEQUENCE_ARGS, check_same_device
+from gdn_ops.ops._common import SEQUENCE_ARGS, check_dims, check_same_device
 
 _short_conv = torch.ops.gdn.short_conv.default
 _conv1d = torch.ops.gdn.conv1d.default
 _conv_gating = torch.ops.gdn.conv_gating.default
 
-_POOL_DOC = """
+# Documentation of a pool of histories, spliced into docstrings here and in decode.py.
+CONV_POOL_ARGS = """
         conv_state: ``[P, C, L]``, ``L >= W - 1``, float32 or an activation dtype, any strides,
             **written in place**. With ``conv_leading=False`` (Hugging Face, causal-conv1d) the live
             columns are the last W-1, newest last, and a wider row shifts as a whole. With
@@ -44,7 +45,7 @@ short_conv.__doc__ = f"""Depthwise causal convolution over a pool of histories: 
         x: ``[B, T, C]`` float32, bfloat16 or float16, any strides.
         weight: ``[C, W]``, oldest tap first, ``1 <= W <= 8``.
         bias: ``[C]`` or None.
-{_POOL_DOC[1:]}
+{CONV_POOL_ARGS[1:]}
 {SEQUENCE_ARGS[1:]}
         activation: ``"silu"`` or ``"none"``.
 
@@ -121,7 +122,7 @@ conv_gating.__doc__ = f"""Short convolution, split into heads, gates, optional l
         conv_weight: ``[C, W]``; conv_bias: ``[C]`` or None.
         num_k_heads, head_k_dim: H and K.
         qk_l2norm: write q and k normalised (in float32, before their one rounding).
-{_POOL_DOC[1:]}
+{CONV_POOL_ARGS[1:]}
 {SEQUENCE_ARGS[1:]}
         activation: ``"silu"`` or ``"none"``.
 
@@ -137,7 +138,7 @@ conv_gating.__doc__ = f"""Short convolution, split into heads, gates, optional l
 @torch.library.register_fake("gdn::short_conv")
 def _(x, weight, bias, conv_state, state_indices=None, has_initial_state=None, cu_seqlens=None,
       num_accepted=None, activation="silu", conv_leading=False):  # fmt: skip
-    torch._check(x.dim() == 3, lambda: f"short_conv: x: expected [B, T, C], got {tuple(x.shape)}")
+    check_dims("short_conv", x=(x, "[B, T, C]"))
     check_same_device("short_conv", x, weight=weight, bias=bias, conv_state=conv_state,
                       state_indices=state_indices, has_initial_state=has_initial_state,
                       cu_seqlens=cu_seqlens, num_accepted=num_accepted)  # fmt: skip
@@ -146,7 +147,7 @@ def _(x, weight, bias, conv_state, state_indices=None, has_initial_state=None, c
 
 @torch.library.register_fake("gdn::conv1d")
 def _(x, weight, bias=None, initial_state=None, cu_seqlens=None, activation="silu", state_len=None):
-    torch._check(x.dim() == 3, lambda: f"conv1d: x: expected [B, T, C], got {tuple(x.shape)}")
+    check_dims("conv1d", x=(x, "[B, T, C]"))
     check_same_device("conv1d", x, weight=weight, bias=bias, initial_state=initial_state,
                       cu_seqlens=cu_seqlens)  # fmt: skip
     N = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -161,7 +162,7 @@ def _(mixed_qkv, a, b, conv_weight, conv_bias, A_log, dt_bias, conv_state, num_k
       state_indices=None, has_initial_state=None, cu_seqlens=None, num_accepted=None,
       qk_l2norm=False, activation="silu", conv_leading=False):  # fmt: skip
     op = "conv_gating"
-    torch._check(a.dim() == 3, lambda: f"{op}: a: expected [B, T, HV], got {tuple(a.shape)}")
+    check_dims(op, mixed_qkv=(mixed_qkv, "[B, T, C]"), a=(a, "[B, T, HV]"))
     check_same_device(op, mixed_qkv, a=a, b=b, conv_weight=conv_weight, conv_bias=conv_bias,
                       A_log=A_log, dt_bias=dt_bias, conv_state=conv_state,
                       state_indices=state_indices, has_initial_state=has_initial_state,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gdn_ops.ops._common import SEQUENCE_ARGS, check_same_device
-from gdn_ops.ops.conv import _POOL_DOC
+from gdn_ops.ops._common import SEQUENCE_ARGS, check_dims, check_same_device
+from gdn_ops.ops.conv import CONV_POOL_ARGS
 
 _decode = torch.ops.gdn.decode.default
 
@@ -17,7 +17,7 @@ DECODE_ARGS = f"""
             input projection.
         conv_weight: ``[C, W]``; conv_bias: ``[C]`` or None; A_log, dt_bias: ``[HV]``;
             norm_weight: ``[V]``; each float32 or an activation dtype.
-{_POOL_DOC[1:]}"""
+{CONV_POOL_ARGS[1:]}"""
 DECODE_TAIL = f"""
         num_k_heads, head_k_dim: H and K.
 {SEQUENCE_ARGS[1:]}
@@ -77,10 +77,7 @@ decode.__doc__ = f"""Short conv, gates, l2norm, recurrence and gated norm of a l
 
 def output_of(op: str, projected: Tensor, conv_state: Tensor, HV: int, V: int, **others) -> Tensor:
     """Fake output of a decode op."""
-    torch._check(
-        projected.dim() == 3,
-        lambda: f"{op}: projected: expected [B, T, D], got {tuple(projected.shape)}",
-    )
+    check_dims(op, projected=(projected, "[B, T, D]"))
     check_same_device(op, projected, conv_state=conv_state, **others)
     B, T, _ = projected.shape
     return projected.new_empty((B, T, HV * V))
@@ -91,10 +88,7 @@ def _(projected, conv_weight, conv_bias, A_log, dt_bias, norm_weight, conv_state
       num_k_heads, head_k_dim, state_indices=None, has_initial_state=None, cu_seqlens=None,
       num_accepted=None, scale=None, qk_l2norm=True, eps=1e-6, activation="silu",
       conv_leading=False):  # fmt: skip
-    torch._check(
-        state.dim() == 4,
-        lambda: f"decode: state: expected [P, HV, V, K], got {tuple(state.shape)}",
-    )
+    check_dims("decode", state=(state, "[P, HV, V, K]"))
     return output_of("decode", projected, conv_state, state.shape[1], state.shape[2], state=state,
                      conv_weight=conv_weight, conv_bias=conv_bias, A_log=A_log, dt_bias=dt_bias,
                      norm_weight=norm_weight, state_indices=state_indices,

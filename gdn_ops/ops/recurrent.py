@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gdn_ops.ops._common import SEQUENCE_ARGS, check_same_device
+from gdn_ops.ops._common import SEQUENCE_ARGS, check_dims, check_tokens
 
 _recurrent = torch.ops.gdn.recurrent.default
 _recurrent_gated = torch.ops.gdn.recurrent_gated.default
@@ -114,15 +114,6 @@ def _(q, k, v, a, b, A_log, dt_bias, state, state_indices=None, has_initial_stat
 
 def output_of(op: str, q: Tensor, k: Tensor, v: Tensor, state: Tensor, **others) -> Tensor:
     """Fake output of a recurrence: the facts that the C++ checks, as far as shapes tell them."""
-    torch._check(q.dim() == 4, lambda: f"{op}: q: expected [B, T, H, K], got {tuple(q.shape)}")
-    torch._check(k.dim() == 4, lambda: f"{op}: k: expected [B, T, H, K], got {tuple(k.shape)}")
-    torch._check(v.dim() == 4, lambda: f"{op}: v: expected [B, T, HV, V], got {tuple(v.shape)}")
-    torch._check(
-        q.dtype == k.dtype == v.dtype,
-        lambda: f"{op}: k, v: expected the dtype of q, {q.dtype}, got {k.dtype} and {v.dtype}",
-    )
-    torch._check(
-        state.dim() == 4, lambda: f"{op}: state: expected [P, HV, V, K], got {tuple(state.shape)}"
-    )
-    check_same_device(op, q, k=k, v=v, state=state, **others)
+    check_tokens(op, q, k, v, state=state, **others)
+    check_dims(op, state=(state, "[P, HV, V, K]"))
     return v.new_empty(v.shape)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gdn_ops.ops._common import SEQUENCE_ARGS, check_same_device
+from gdn_ops.ops._common import SEQUENCE_ARGS, check_dims, check_same_device, check_window
 from gdn_ops.ops.decode import DECODE_ARGS, DECODE_TAIL
 from gdn_ops.ops.decode import output_of as _decode_output
 from gdn_ops.ops.recurrent import output_of as _recurrent_output
@@ -293,35 +293,12 @@ decode_lowrank.__doc__ = f""":func:`gdn_ops.decode` with :func:`recurrent_lowran
     """
 
 
-def _check_window(op: str, like: Tensor, win_k, win_u, win_g, win_fill) -> None:
-    torch._check(
-        win_k.dim() == 4, lambda: f"{op}: win_k: expected [P, H, R, K], got {tuple(win_k.shape)}"
-    )
-    torch._check(
-        win_u.dim() == 4, lambda: f"{op}: win_u: expected [P, HV, R, V], got {tuple(win_u.shape)}"
-    )
-    torch._check(
-        win_g.dim() == 3, lambda: f"{op}: win_g: expected [P, HV, R], got {tuple(win_g.shape)}"
-    )
-    torch._check(
-        win_fill.dim() == 1, lambda: f"{op}: win_fill: expected [P], got {tuple(win_fill.shape)}"
-    )
-    torch._check(
-        win_fill.dtype == torch.int32,
-        lambda: f"{op}: win_fill: expected int32, got {win_fill.dtype}",
-    )
-    torch._check(
-        win_g.dtype == torch.float32, lambda: f"{op}: win_g: expected float32, got {win_g.dtype}"
-    )
-    check_same_device(op, like, win_k=win_k, win_u=win_u, win_g=win_g, win_fill=win_fill)
-
-
 @torch.library.register_fake("gdn::recurrent_buffered")
 def _(q, k, v, g, beta, state, win_k, win_u, win_g, win_fill, state_indices=None,
       has_initial_state=None, cu_seqlens=None, num_accepted=None, scale=None,
       qk_l2norm=False):  # fmt: skip
     op = "recurrent_buffered"
-    _check_window(op, q, win_k, win_u, win_g, win_fill)
+    check_window(op, q, win_k, win_u, win_g, win_fill)
     return _recurrent_output(op, q, k, v, state, g=g, beta=beta, state_indices=state_indices,
                              has_initial_state=has_initial_state, cu_seqlens=cu_seqlens,
                              num_accepted=num_accepted)  # fmt: skip
@@ -332,7 +309,7 @@ def _(q, k, v, g, beta, win_k, win_u, win_g, win_fill, state_indices=None,
       has_initial_state=None, cu_seqlens=None, num_accepted=None, scale=None,
       qk_l2norm=False):  # fmt: skip
     op = "recurrent_lowrank"
-    _check_window(op, q, win_k, win_u, win_g, win_fill)
+    check_window(op, q, win_k, win_u, win_g, win_fill)
     return _recurrent_output(op, q, k, v, win_u, g=g, beta=beta, state_indices=state_indices,
                              has_initial_state=has_initial_state, cu_seqlens=cu_seqlens,
                              num_accepted=num_accepted)  # fmt: skip
@@ -340,16 +317,13 @@ def _(q, k, v, g, beta, win_k, win_u, win_g, win_fill, state_indices=None,
 
 @torch.library.register_fake("gdn::window_flush")
 def _(state, win_k, win_u, win_g, win_fill, state_indices=None):
-    _check_window("window_flush", state, win_k, win_u, win_g, win_fill)
+    check_window("window_flush", state, win_k, win_u, win_g, win_fill)
     check_same_device("window_flush", state, state_indices=state_indices)
 
 
 @torch.library.register_fake("gdn::window_reset")
 def _(win_fill, state_indices=None):
-    torch._check(
-        win_fill.dim() == 1,
-        lambda: f"window_reset: win_fill: expected [P], got {tuple(win_fill.shape)}",
-    )
+    check_dims("window_reset", win_fill=(win_fill, "[P]"))
     check_same_device("window_reset", win_fill, state_indices=state_indices)
 
 
@@ -359,11 +333,8 @@ def _(projected, conv_weight, conv_bias, A_log, dt_bias, norm_weight, conv_state
       cu_seqlens=None, num_accepted=None, scale=None, qk_l2norm=True, eps=1e-6,
       activation="silu", conv_leading=False):  # fmt: skip
     op = "decode_buffered"
-    _check_window(op, projected, win_k, win_u, win_g, win_fill)
-    torch._check(
-        state.dim() == 4,
-        lambda: f"{op}: state: expected [P, HV, V, K], got {tuple(state.shape)}",
-    )
+    check_window(op, projected, win_k, win_u, win_g, win_fill)
+    check_dims(op, state=(state, "[P, HV, V, K]"))
     return _decode_output(op, projected, conv_state, state.shape[1], state.shape[2], state=state,
                           conv_weight=conv_weight, conv_bias=conv_bias, A_log=A_log,
                           dt_bias=dt_bias, norm_weight=norm_weight, state_indices=state_indices,
@@ -377,7 +348,7 @@ def _(projected, conv_weight, conv_bias, A_log, dt_bias, norm_weight, conv_state
       cu_seqlens=None, num_accepted=None, scale=None, qk_l2norm=True, eps=1e-6,
       activation="silu", conv_leading=False):  # fmt: skip
     op = "decode_lowrank"
-    _check_window(op, projected, win_k, win_u, win_g, win_fill)
+    check_window(op, projected, win_k, win_u, win_g, win_fill)
     return _decode_output(op, projected, conv_state, win_u.shape[1], win_u.shape[3],
                           conv_weight=conv_weight, conv_bias=conv_bias, A_log=A_log,
                           dt_bias=dt_bias, norm_weight=norm_weight, state_indices=state_indices,
