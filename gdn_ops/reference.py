@@ -25,9 +25,9 @@ __all__ = [
     "decode_buffered",
     "decode_lowrank",
     "gated_rms_norm",
-    "linear",
     "gating",
     "l2norm",
+    "linear",
     "recurrent",
     "recurrent_buffered",
     "recurrent_gated",
@@ -64,6 +64,7 @@ def gating(
 
 
 def _row(state_indices: Tensor | None, n: int, column: int = 0) -> int:
+    """The pool row of sequence n, of ``[N, S]`` indices that in one column."""
     if state_indices is None:
         return n
     return int(state_indices[n] if state_indices.dim() == 1 else state_indices[n, column])
@@ -306,6 +307,22 @@ def gated_rms_norm(
     return weighted * gd * torch.sigmoid(gd)
 
 
+def _decode_front(
+    projected, conv_weight, conv_bias, A_log, dt_bias, conv_state, num_k_heads, head_k_dim, HV, V,
+    state_indices, has_initial_state, cu_seqlens, num_accepted, qk_l2norm, activation,
+    conv_leading, dtype,
+):  # fmt: skip
+    """What comes before the recurrence: ``((q, k, v, g, beta), z, new conv pool)``."""
+    C = 2 * num_k_heads * head_k_dim + HV * V
+    mixed, z, b, a = projected.split([C, HV * V, HV, HV], dim=-1)
+    *tokens, conv_pool = conv_gating(
+        mixed, a, b, conv_weight, conv_bias, A_log, dt_bias, conv_state, num_k_heads, head_k_dim,
+        state_indices, has_initial_state, cu_seqlens, num_accepted, qk_l2norm, activation,
+        conv_leading, dtype=dtype,
+    )  # fmt: skip
+    return tokens, z.unflatten(-1, (HV, V)), conv_pool
+
+
 def decode(
     projected: Tensor,
     conv_weight: Tensor,
@@ -330,22 +347,16 @@ def decode(
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The layer between its projections. Returns ``(y, new conv pool, new state pool)``."""
-    HV, V = state.shape[1:3]
-    C = 2 * num_k_heads * head_k_dim + HV * V
-    mixed, z, b, a = projected.split([C, HV * V, HV, HV], dim=-1)
-    conv_rows = state_indices
-    if state_indices is not None and state_indices.dim() == 2:
-        conv_rows = state_indices[:, 0]
-    q, k, v, g, beta, conv_pool = conv_gating(
-        mixed, a, b, conv_weight, conv_bias, A_log, dt_bias, conv_state, num_k_heads, head_k_dim,
-        conv_rows, has_initial_state, cu_seqlens, num_accepted, qk_l2norm, activation, conv_leading,
-        dtype=dtype,
+    tokens, z, conv_pool = _decode_front(
+        projected, conv_weight, conv_bias, A_log, dt_bias, conv_state, num_k_heads, head_k_dim,
+        *state.shape[1:3], state_indices, has_initial_state, cu_seqlens, num_accepted, qk_l2norm,
+        activation, conv_leading, dtype,
     )  # fmt: skip
     o, pool = recurrent(
-        q, k, v, g, beta, state, state_indices, has_initial_state, cu_seqlens, num_accepted, scale,
-        False, dtype=dtype,
+        *tokens, state, state_indices, has_initial_state, cu_seqlens, num_accepted, scale, False,
+        dtype=dtype,
     )  # fmt: skip
-    y = gated_rms_norm(o, z.unflatten(-1, (HV, V)), norm_weight, eps, dtype=dtype)
+    y = gated_rms_norm(o, z, norm_weight, eps, dtype=dtype)
     return y.flatten(-2), conv_pool, pool
 
 
@@ -528,22 +539,16 @@ def _decode_window(projected, conv_weight, conv_bias, A_log, dt_bias, norm_weigh
                    has_initial_state=None, cu_seqlens=None, num_accepted=None, scale=None,
                    qk_l2norm=True, eps=1e-6, activation="silu", conv_leading=False,
                    dtype=torch.float64):  # fmt: skip
-    HV, V = window[1].shape[1], window[1].shape[3]
-    C = 2 * num_k_heads * head_k_dim + HV * V
-    mixed, z, b, a = projected.split([C, HV * V, HV, HV], dim=-1)
-    rows = state_indices
-    if state_indices is not None and state_indices.dim() == 2:
-        rows = state_indices[:, 0]
-    q, k, v, g, beta, conv_pool = conv_gating(
-        mixed, a, b, conv_weight, conv_bias, A_log, dt_bias, conv_state, num_k_heads, head_k_dim,
-        rows, has_initial_state, cu_seqlens, num_accepted, qk_l2norm, activation, conv_leading,
-        dtype=dtype,
+    tokens, z, conv_pool = _decode_front(
+        projected, conv_weight, conv_bias, A_log, dt_bias, conv_state, num_k_heads, head_k_dim,
+        window[1].shape[1], window[1].shape[3], state_indices, has_initial_state, cu_seqlens,
+        num_accepted, qk_l2norm, activation, conv_leading, dtype,
     )  # fmt: skip
     o, pool, new = _window_recurrence(
-        q, k, v, g, beta, state, window, rows, has_initial_state, cu_seqlens, num_accepted, scale,
+        *tokens, state, window, state_indices, has_initial_state, cu_seqlens, num_accepted, scale,
         False, dtype,
     )  # fmt: skip
-    y = gated_rms_norm(o, z.unflatten(-1, (HV, V)), norm_weight, eps, dtype=dtype)
+    y = gated_rms_norm(o, z, norm_weight, eps, dtype=dtype)
     return y.flatten(-2), conv_pool, pool, new
 
 
