@@ -218,6 +218,11 @@ def measure(
     return rows
 
 
+def nbytes(*tensors: Tensor) -> int:
+    """Bytes of the elements of all tensors."""
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
 def label(case: dict[str, Any]) -> str:
     """The case in a few words."""
     parts = [str(case["op"])]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from gdn_ops import reference
+from gdn_ops.bench import _onnxruntime
 from gdn_ops.bench._timing import (
     SHORT,
     TOLERANCE,
@@ -23,6 +24,7 @@ from gdn_ops.bench._timing import (
     in_mode,
     keep_freed_memory,
     measure,
+    nbytes,
     rounded_error,
     scaled_error,
 )
@@ -58,7 +60,7 @@ class Inputs:
     @property
     def bytes(self) -> int:
         tensors = (self.q, self.k, self.v, self.v, self.g, self.beta, self.state, self.state)
-        return sum(t.numel() * t.element_size() for t in tensors)
+        return nbytes(*tensors)
 
     def batched(self, x: Tensor) -> Tensor:
         """Equal sequences as batch rows, for peers that know no cu_seqlens."""
@@ -162,12 +164,6 @@ def transformers_peer(x: Inputs) -> Candidate:
 
 def onnxruntime_peer(x: Inputs) -> Candidate:
     name = "onnxruntime LinearAttention"
-    try:
-        import numpy as np
-        import onnxruntime as ort
-        from onnx import TensorProto, helper
-    except ImportError as error:
-        return Candidate(name, skipped=f"{error.name} is not installed (pip install {error.name})")
     feeds = {
         n: x.batched(t.float()).flatten(2).contiguous()
         for n, t in (("query", x.q), ("key", x.k), ("value", x.v))
@@ -175,37 +171,14 @@ def onnxruntime_peer(x: Inputs) -> Candidate:
     feeds["past_state"] = x.state.transpose(2, 3).contiguous()
     feeds |= {"decay": x.batched(x.g).contiguous(), "beta": x.batched(x.beta).contiguous()}
     out, present = torch.empty_like(feeds["value"]), torch.empty_like(feeds["past_state"])
-    node = helper.make_node(
-        "LinearAttention", list(feeds), ["output", "present_state"], domain="com.microsoft",
-        q_num_heads=x.H, kv_num_heads=x.HV, update_rule="gated_delta", scale=0.0,
-    )  # fmt: skip
-
-    def info(name: str, like: Tensor):
-        return helper.make_tensor_value_info(name, TensorProto.FLOAT, list(like.shape))
-
-    graph = helper.make_graph(
-        [node], "prefill", [info(n, t) for n, t in feeds.items()],
-        [info("output", out), info("present_state", present)],
-    )  # fmt: skip
-    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
-    model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
-    settings = ort.SessionOptions()
-    settings.intra_op_num_threads = torch.get_num_threads()
-    settings.add_session_config_entry("session.force_spinning_stop", "1")
+    outputs = {"output": out, "present_state": present}
     try:
-        session = ort.InferenceSession(
-            model.SerializeToString(), settings, providers=["CPUExecutionProvider"]
-        )
-    except Exception as error:  # onnxruntime's own exception classes are not public
-        return Candidate(name, skipped=f"onnxruntime {ort.__version__} refuses it: {error}")
-    binding = session.io_binding()
-    for n, t in feeds.items():
-        binding.bind_input(n, "cpu", 0, np.float32, list(t.shape), t.data_ptr())
-    for n, t in (("output", out), ("present_state", present)):
-        binding.bind_output(n, "cpu", 0, np.float32, list(t.shape), t.data_ptr())
+        session = _onnxruntime.session(feeds, outputs, x.H, x.HV)
+    except _onnxruntime.Unusable as error:
+        return Candidate(name, skipped=str(error))
+    binding = _onnxruntime.bind(session, feeds, outputs)
 
-    # The binding holds addresses only: `feeds` lives as long as the call does.
-    def call(i: int, feeds=feeds) -> tuple[Tensor, Tensor]:
+    def call(i: int, feeds=feeds) -> tuple[Tensor, Tensor]:  # holds what the binding points at
         session.run_with_iobinding(binding)
         return out, present
 
@@ -213,7 +186,7 @@ def onnxruntime_peer(x: Inputs) -> Candidate:
         call(0)
         return x.error(out.view(x.v.shape), present.transpose(2, 3), torch.float32)
 
-    return Candidate(name, call, check, note=f"version {ort.__version__}, float32")
+    return Candidate(name, call, check, note=f"version {_onnxruntime.version()}, float32")
 
 
 NO_PEERS = ("gdn_ops", "torch")

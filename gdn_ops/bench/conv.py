@@ -21,6 +21,7 @@ from gdn_ops.bench._timing import (
     buffers,
     keep_freed_memory,
     measure,
+    nbytes,
     scaled_error,
 )
 
@@ -32,10 +33,6 @@ BATCHES = (1, 16, 64, 256)
 TOKENS = (1, 16, 256, 4096)
 
 
-def _bytes(*tensors: Tensor) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors)
-
-
 def conv_rows(heads: tuple[int, int], batch: int, dtype: torch.dtype, options: Options):
     C = 2 * heads[0] * K + heads[1] * V
     gen = torch.Generator().manual_seed(options.seed)
@@ -43,7 +40,7 @@ def conv_rows(heads: tuple[int, int], batch: int, dtype: torch.dtype, options: O
     weight = torch.randn(C, W, generator=gen).to(dtype)
     rows = torch.arange(batch, dtype=torch.int32)
     first = torch.randn(batch, C, W - 1, generator=gen).to(dtype)
-    pools = buffers(_bytes(first), lambda _: first.clone(), hot=False)
+    pools = buffers(nbytes(first), lambda _: first.clone(), hot=False)
     wide = torch.cat([torch.zeros(batch, C, 1, dtype=dtype), first], -1)  # transformers keeps W
 
     def check(
@@ -73,7 +70,7 @@ def conv_rows(heads: tuple[int, int], batch: int, dtype: torch.dtype, options: O
         "family": "conv", "op": "short_conv + silu", "heads": f"{heads[0]}/{heads[1]}",
         "batch": batch, "tokens": 1, "dtype": SHORT[dtype], "mode": "rotated",
     }  # fmt: skip
-    moved = 2 * _bytes(pools[0]) + 2 * _bytes(x) + _bytes(weight, rows)
+    moved = 2 * nbytes(pools[0]) + 2 * nbytes(x) + nbytes(weight, rows)
     with torch.no_grad():
         return measure(case, candidates, pools, moved, options)
 
@@ -134,7 +131,7 @@ def gating_rows(heads: tuple[int, int], tokens: int, dtype: torch.dtype, options
         "family": "conv", "op": "gating", "heads": f"{heads[0]}/{HV}", "tokens": tokens,
         "dtype": SHORT[dtype], "mode": "hot",
     }  # fmt: skip
-    moved = _bytes(a, b, A_log, dt_bias) + 2 * 4 * a.numel()
+    moved = nbytes(a, b, A_log, dt_bias) + 2 * 4 * a.numel()
     pools = [torch.zeros(max(moved // 8, 64))]
     return measure(case, candidates, pools, moved, options)
 

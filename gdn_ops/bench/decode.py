@@ -23,6 +23,7 @@ from gdn_ops.bench._timing import (
     buffers,
     keep_freed_memory,
     measure,
+    nbytes,
     scaled_error,
 )
 
@@ -65,7 +66,7 @@ class Step:
             self.conv_state, self.conv_state, self.rows,
         )  # fmt: skip
         out = self.projected.shape[0] * self.HV * V * self.projected.element_size()
-        return out + sum(t.numel() * t.element_size() for t in tensors)
+        return out + nbytes(*tensors)
 
 
 def case_rows(heads: tuple[int, int], B: int, state_dtype: torch.dtype, options: Options):

@@ -19,6 +19,7 @@ from gdn_ops.bench._timing import (
     buffers,
     keep_freed_memory,
     measure,
+    nbytes,
     scaled_error,
 )
 
@@ -30,10 +31,6 @@ BATCHES = (1, 16)
 ROUNDINGS = 8
 
 
-def _bytes(*tensors: Tensor) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors)
-
-
 def case_rows(
     heads: tuple[int, int], batch: int, dtype: torch.dtype, hot: bool, options: Options
 ) -> list[dict]:
@@ -43,7 +40,7 @@ def case_rows(
     own = {"gdn_ops": layers.ours, "transformers": layers.plain}
     filled = {name: layers.cache(layer) for name, layer in own.items()}
     one = filled["gdn_ops"].layers[0]
-    state_bytes = _bytes(one.recurrent_states[0])
+    state_bytes = nbytes(one.recurrent_states[0])
     caches = {
         name: buffers(state_bytes, lambda _, cache=cache: copy.deepcopy(cache), hot)
         for name, cache in filled.items()
@@ -74,8 +71,8 @@ def case_rows(
         candidates.append(candidate("transformers", False))
         if options.compiled:
             candidates.append(candidate("transformers", True))
-    moved = 2 * state_bytes + 2 * _bytes(one.conv_states[0]) + 2 * _bytes(layers.x)
-    moved += _bytes(*layers.plain.parameters())
+    moved = 2 * state_bytes + 2 * nbytes(one.conv_states[0]) + 2 * nbytes(layers.x)
+    moved += nbytes(*layers.plain.parameters())
     case = {
         "family": "layer", "op": f"layer, hidden {HIDDEN}", "heads": f"{heads[0]}/{heads[1]}",
         "batch": batch, "tokens": 1, "dtype": SHORT[dtype],

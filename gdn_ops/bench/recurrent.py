@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gdn_ops import reference
+from gdn_ops.bench import _onnxruntime
 from gdn_ops.bench._timing import (
     DTYPES,
     SHORT,
@@ -23,6 +24,7 @@ from gdn_ops.bench._timing import (
     in_mode,
     keep_freed_memory,
     measure,
+    nbytes,
     scaled_error,
 )
 
@@ -50,7 +52,7 @@ class Inputs:
     @property
     def bytes(self) -> int:
         tensors = (self.q, self.k, self.v, self.v, self.g, self.beta, self.rows)  # v twice: o
-        return sum(t.numel() * t.element_size() for t in tensors)
+        return nbytes(*tensors)
 
     @functools.cached_property
     def ready(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -190,56 +192,21 @@ def transformers_peer(inputs: Inputs, pools: list[Tensor], compiled: bool) -> Ca
 
 def onnxruntime_peer(inputs: Inputs, pools: list[Tensor]) -> Candidate:
     name = "onnxruntime LinearAttention"
-    try:
-        import onnxruntime as ort
-        from onnx import TensorProto, helper
-    except ImportError as error:
-        return Candidate(name, skipped=f"{error.name} is not installed (pip install {error.name})")
     q, k, v = (t.flatten(2).contiguous() for t in inputs.ready)
     feeds = {
         "query": q, "key": k, "value": v, "past_state": pools[0],
         "decay": inputs.g.contiguous(), "beta": inputs.beta.contiguous(),
     }  # fmt: skip
-    H, HV = inputs.q.shape[2], inputs.v.shape[2]
-    node = helper.make_node(
-        "LinearAttention", list(feeds), ["output", "present_state"], domain="com.microsoft",
-        q_num_heads=H, kv_num_heads=HV, update_rule="gated_delta", scale=0.0,
-    )  # fmt: skip
-
-    def info(name: str, like: Tensor):
-        return helper.make_tensor_value_info(name, TensorProto.FLOAT, list(like.shape))
-
-    graph = helper.make_graph(
-        [node], "step", [info(n, t) for n, t in feeds.items()],
-        [info("output", v), info("present_state", pools[0])],
-    )  # fmt: skip
-    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
-    model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
-    settings = ort.SessionOptions()
-    settings.intra_op_num_threads = torch.get_num_threads()
-    # Otherwise its idle workers spin on the cores that the next candidate needs.
-    settings.add_session_config_entry("session.force_spinning_stop", "1")
-    try:
-        session = ort.InferenceSession(
-            model.SerializeToString(), settings, providers=["CPUExecutionProvider"]
-        )
-    except Exception as error:  # onnxruntime's own exception classes are not public
-        return Candidate(name, skipped=f"onnxruntime {ort.__version__} refuses it: {error}")
     out, present = torch.empty_like(v), torch.empty_like(pools[0])
+    outputs = {"output": out, "present_state": present}
+    H, HV = inputs.q.shape[2], inputs.v.shape[2]
+    try:
+        session = _onnxruntime.session(feeds, outputs, H, HV)
+    except _onnxruntime.Unusable as error:
+        return Candidate(name, skipped=str(error))
+    bindings = [_onnxruntime.bind(session, feeds | {"past_state": p}, outputs) for p in pools]
 
-    def bind(pool: Tensor):
-        binding = session.io_binding()
-        import numpy as np
-
-        for n, t in {**feeds, "past_state": pool}.items():
-            binding.bind_input(n, "cpu", 0, np.float32, list(t.shape), t.data_ptr())
-        for n, t in (("output", out), ("present_state", present)):
-            binding.bind_output(n, "cpu", 0, np.float32, list(t.shape), t.data_ptr())
-        return binding
-
-    bindings = [bind(p) for p in pools]
-
-    def call(i: int) -> Tensor:
+    def call(i: int, feeds=feeds) -> Tensor:  # holds what the bindings point at
         session.run_with_iobinding(bindings[i])
         return out
 
@@ -248,12 +215,8 @@ def onnxruntime_peer(inputs: Inputs, pools: list[Tensor]) -> Candidate:
         return out.unflatten(2, (HV, V)), lambda: present.transpose(-1, -2)
 
     check = checker(inputs, lambda: pools[0].transpose(-1, -2), run, torch.float32, torch.float32)
-    return Candidate(
-        name,
-        call,
-        check,
-        note=f"version {ort.__version__}; q, k normalised beforehand",
-    )
+    note = f"version {_onnxruntime.version()}; q, k normalised beforehand"
+    return Candidate(name, call, check, note=note)
 
 
 def case_rows(

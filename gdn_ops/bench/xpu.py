@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 from gdn_ops import xpu_twin
-from gdn_ops.bench._timing import DTYPES
+from gdn_ops.bench._timing import SHORT, nbytes
 
 TITLE = "XPU twin: bytes, instructions, balance, local memory (counts, no times)"
 OPS = ("recurrent", "recurrent_buffered", "recurrent_lowrank", "decode")
@@ -30,10 +30,6 @@ def _empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 def _random(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(*shape).to(dtype).to(xpu_twin.device())
-
-
-def _bytes(*tensors: torch.Tensor) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors)
 
 
 def _cycle(R: int) -> dict[int, float]:
@@ -66,7 +62,7 @@ def _run(
             x, weight, None, A_log, dt_bias, norm, conv, state, H, K, index, None, None, None, None,
             True, 1e-6, "silu", True,
         )  # fmt: skip
-        floor = 2 * _bytes(state, conv) + _bytes(x, y, weight, norm, A_log, dt_bias, index)
+        floor = 2 * nbytes(state, conv) + nbytes(x, y, weight, norm, A_log, dt_bias, index)
         return [(1.0, xpu_twin.reports(), floor)]
     q, k = _random(B, 1, H, K, dtype=act), _random(B, 1, H, K, dtype=act)
     v = _random(B, 1, HV, V, dtype=act)
@@ -75,7 +71,7 @@ def _run(
     tail = (index, None, None, None, None, True)
     if op == "recurrent":
         o = torch.ops.gdn.recurrent(q, k, v, g, beta, state, *tail)
-        floor = 2 * _bytes(state) + _bytes(q, k, v, g, beta, o, index)
+        floor = 2 * nbytes(state) + nbytes(q, k, v, g, beta, o, index)
         return [(1.0, xpu_twin.reports(), floor)]
     win = [
         _empty(B, H, R, K, dtype=dtype),
@@ -87,14 +83,14 @@ def _run(
     if op == "recurrent_lowrank":
         fill.fill_(R)
         o = torch.ops.gdn.recurrent_lowrank(q, k, v, g, beta, *win, *tail)
-        floor = _bytes(q, k, v, g, beta, o, index) + 2 * _bytes(fill)
-        return [(1.0, xpu_twin.reports(), floor + _bytes(*entries) * (R + 1) // R)]
+        floor = nbytes(q, k, v, g, beta, o, index) + 2 * nbytes(fill)
+        return [(1.0, xpu_twin.reports(), floor + nbytes(*entries) * (R + 1) // R)]
     found = []
     for count, calls in _cycle(R).items():
         fill.fill_(count)
         o = torch.ops.gdn.recurrent_buffered(q, k, v, g, beta, state, *win, *tail)
-        floor = _bytes(q, k, v, g, beta, o, index, state) + 2 * _bytes(fill)
-        floor += _bytes(*entries) * (count + 1) // R + (_bytes(state) if count == R else 0)
+        floor = nbytes(q, k, v, g, beta, o, index, state) + 2 * nbytes(fill)
+        floor += nbytes(*entries) * (count + 1) // R + (nbytes(state) if count == R else 0)
         found.append((calls / R, xpu_twin.reports(), floor))
     return found
 
@@ -166,12 +162,11 @@ def records(
     if unknown := [op for op in ops if op not in OPS]:
         raise ValueError(f"no counts of {', '.join(unknown)}; there are: {', '.join(OPS)}")
     found = []
-    names = {dtype: name for name, dtype in DTYPES.items()}
     for op in ops:
         for dtype in state_dtypes:
             for H, HV in heads:
                 for batch in batches:
-                    status(f"{op} {names[dtype]} {H}/{HV}, batch {batch}")
+                    status(f"{op} {SHORT[dtype]} {H}/{HV}, batch {batch}")
                     counts = record(op, batch, H, HV, state_dtype=dtype, window=window)
                     found.append(counts | model_seconds(counts, rate, bandwidth))
     return found
