@@ -610,6 +610,8 @@ def test_unfit_out_is_refused_before_the_state_is_written(kind):
         q, k, v, g, beta = qkv(3)
         with pytest.raises(ValueError, match="core_attn_out: expected a floating dtype"):
             vllm.chunk_gated_delta_rule(q, k, v, g, beta, core_attn_out=unfit(1, 3, HV, V))
+        with pytest.raises(ValueError, match="core_attn_out: .* elements or more, got"):
+            vllm.chunk_gated_delta_rule(q, k, v, g, beta, core_attn_out=torch.empty(2, HV, V))
 
 
 def test_errors_count_blocks_as_the_engine_does():

@@ -278,21 +278,23 @@ def chunk_gated_delta_rule(
         ``(o [B, T, HV, V], final_state [N, HV, V, K] float32 or None)``.
 
     Raises:
-        NotImplementedError: head_first. RuntimeError: as :func:`gdn_ops.chunk`.
+        NotImplementedError: head_first. ValueError: core_attn_out is too small or of another kind.
+        RuntimeError: as :func:`gdn_ops.chunk`.
     """
     if head_first:
         refuse("chunk_gated_delta_rule", "head_first", head_first, "pass [B, T, H, D]")
+    if core_attn_out is not None and (
+        not core_attn_out.is_floating_point() or core_attn_out.numel() < v.numel()
+    ):
+        raise ValueError(
+            f"chunk_gated_delta_rule: core_attn_out: expected a floating dtype and {v.numel()} "
+            f"elements or more, got {core_attn_out.dtype} of {tuple(core_attn_out.shape)}"
+        )
     if initial_state is not None and initial_state.dtype != torch.float32:
         initial_state = initial_state.float()
     o, state = chunk(q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm_in_kernel)
     if core_attn_out is not None:
-        if not core_attn_out.is_floating_point():
-            raise ValueError(
-                "chunk_gated_delta_rule: core_attn_out: expected a floating dtype, got "
-                f"{core_attn_out.dtype}"
-            )
-        target = core_attn_out.view(-1)[: o.numel()].view(o.shape)
-        o = target.copy_(o)
+        o = core_attn_out.view(-1)[: o.numel()].view(o.shape).copy_(o)
     return o, state if output_final_state else None
 
 
