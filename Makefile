@@ -4,7 +4,7 @@ TORCH ?= torch==2.13.0
 TRANSFORMERS ?= transformers==5.24.0
 VENV := .venv
 BIN := $(VENV)/bin
-SOURCES := $(wildcard csrc/*.* csrc/*/*.* csrc/*/kernels/*) setup.py pyproject.toml
+SOURCES := $(wildcard csrc/*.* csrc/*/*.* csrc/*/*/*) setup.py build_xpu.py pyproject.toml
 FORMATTED = $(shell git ls-files 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.cu' 'csrc/*.cuh' 'csrc/*.xpu')
 
 export MAX_JOBS ?= 2
@@ -56,6 +56,6 @@ $(VENV)/.installed: $(VENV)/.torch $(SOURCES)
 	touch $@
 
 $(VENV)/.tests: $(VENV)/.torch pyproject.toml
-	$(BIN)/pip install --quiet pytest hypothesis expecttest onnx onnxruntime ruff==0.17.6 \
-	  clang-format==23.1.5
+	$(BIN)/pip install --quiet pytest hypothesis expecttest onnx onnxruntime 'libclang>=18' \
+	  ruff==0.17.6 clang-format==23.1.5
 	touch $@
