@@ -82,6 +82,14 @@ def make_layer(B, T, H, HV, K, V, W=4, dtype=torch.float32, seed=0) -> dict[str,
     }
 
 
+LAYER = ("projected", "conv_weight", "conv_bias", "A_log", "dt_bias", "norm_weight")
+
+
+def layer_args(layer: dict[str, Tensor]) -> list[Tensor]:
+    """What every ``decode`` op takes first, of a :func:`make_layer`."""
+    return [layer[name] for name in LAYER]
+
+
 EXTREMES = ["vanishing", "one -316", "zero", "alternating", "-inf", "all -inf"]
 
 

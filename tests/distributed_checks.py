@@ -42,7 +42,6 @@ QKV_BATCH = "q0 k0 v0 g0 beta0 "
 WINDOW_HEADS = "win_k1 win_u1 win_g1 "
 WINDOW_BATCH = "win_k0 win_u0 win_g0 win_fill0 "
 GATES_HEADS = "a2 b2 A_log0 dt_bias0 "
-CONV_BATCH = "conv_state0 "
 HEADS = {
     "recurrent": QKV_HEADS + "state1",
     "recurrent_gated": "q2 k2 v2 state1 " + GATES_HEADS,

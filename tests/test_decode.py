@@ -6,7 +6,15 @@ import itertools
 
 import pytest
 import torch
-from common import ACTIVATIONS, assert_close, at_thread_counts, clone_pool, make_layer, make_pool
+from common import (
+    ACTIVATIONS,
+    assert_close,
+    at_thread_counts,
+    clone_pool,
+    layer_args,
+    make_layer,
+    make_pool,
+)
 from test_conv import conv_pool
 
 import gdn_ops
@@ -17,8 +25,7 @@ C = 2 * H * K + HV * V
 
 
 def run(layer, conv_state, state, **kw):
-    args = [layer[n] for n in ("projected", "conv_weight", "conv_bias", "A_log", "dt_bias",
-                               "norm_weight")]  # fmt: skip
+    args = layer_args(layer)
     expected = reference.decode(*args, conv_state, state, H, K, **kw)
     return gdn_ops.decode(*args, conv_state, state, H, K, **kw), expected
 
@@ -95,10 +102,7 @@ def test_raises_before_writing():
     ):
         conv_state, state = conv_pool(2, C, 4), make_pool(2, HV, V, K)
         with pytest.raises(RuntimeError, match=message):
-            run_args = {**layer, **change}
-            gdn_ops.decode(*[run_args[n] for n in ("projected", "conv_weight", "conv_bias", "A_log",
-                                                   "dt_bias", "norm_weight")],
-                           conv_state, state, H, K)  # fmt: skip
+            gdn_ops.decode(*layer_args(layer | change), conv_state, state, H, K)
         assert torch.equal(conv_state, conv_pool(2, C, 4))
         assert torch.equal(state, make_pool(2, HV, V, K))
 

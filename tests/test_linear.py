@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
-from common import TOLERANCE, assert_close
+from common import TOLERANCE, assert_close, at_thread_counts
 
 import gdn_ops
 from gdn_ops import reference
@@ -62,12 +64,9 @@ def test_bits_depend_on_the_row_alone(N, K):
     for dtype in HALVES:
         x, weight = operands(few, N, K, dtype)
         together = gdn_ops.linear(x, weight)
-        threads = torch.get_num_threads()
-        try:
-            torch.set_num_threads(1 if threads > 1 else 2)
-            assert torch.equal(gdn_ops.linear(x, weight), together)
-        finally:
-            torch.set_num_threads(threads)
+        call = functools.partial(gdn_ops.linear, x, weight)
+        for other in at_thread_counts((1, 2, 3), call):
+            assert torch.equal(other, together)
         for m in range(few):
             assert torch.equal(gdn_ops.linear(x[m : m + 1], weight), together[m : m + 1])
         if torch.ops.gdn.cpu_isa() == "amx" and dtype == torch.bfloat16:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from common import assert_close, make_layer, make_pool, make_qkv
+from common import assert_close, layer_args, make_layer, make_pool, make_qkv
 from test_conv import conv_pool
 
 import gdn_ops
@@ -13,7 +13,6 @@ from gdn_ops import reference
 
 H, HV, K, V = 2, 6, 8, 4
 C = 2 * H * K + HV * V
-LAYER = ("projected", "conv_weight", "conv_bias", "A_log", "dt_bias", "norm_weight")
 
 
 def samples():
@@ -41,7 +40,7 @@ def samples():
             heads = z.unflatten(-1, (HV, V))
             yield "gated_rms_norm", (heads, heads, layer["norm_weight"]), {}
             yield "linear", (mixed, torch.randn(24, C, dtype=dtype)), {}
-            args = (*[layer[n] for n in LAYER], pool, state, H, K)
+            args = (*layer_args(layer), pool, state, H, K)
             yield "decode", args, dict(state_indices=rows)
             if B == 3:
                 packed = make_qkv(1, 3, H, HV, K, V, dtype=dtype)

@@ -8,6 +8,7 @@ e = beta (v - k S), S <- S + k e, o = q S.
 from __future__ import annotations
 
 import ast
+import functools
 import itertools
 import math
 import re
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from common import ACTIVATIONS, assert_close, make_layer, make_pool, make_qkv
+from common import ACTIVATIONS, assert_close, at_thread_counts, make_layer, make_pool, make_qkv
 
 import gdn_ops
 from gdn_ops import reference, windows
@@ -155,17 +156,14 @@ def test_b4_any_batch(N):
 
 @pytest.mark.parametrize("HV", [1, 3, 5, 6, 12, 48])
 def test_b5_no_head_past_the_last(HV):
-    threads = torch.get_num_threads()
-    try:
-        for n in (1, 2, 7, 64):
-            torch.set_num_threads(n)
-            args = make_qkv(1, 2, 1, HV, 4, 4)
-            guarded = torch.full((HV * 16 + 128,), 99.0)
-            pool = guarded[64:-64].view(1, HV, 4, 4).zero_()
-            gdn_ops.recurrent(*args, pool)
-            assert (guarded[:64] == 99).all() and (guarded[-64:] == 99).all()
-    finally:
-        torch.set_num_threads(threads)
+    def call():
+        guarded = torch.full((HV * 16 + 128,), 99.0)
+        pool = guarded[64:-64].view(1, HV, 4, 4).zero_()
+        gdn_ops.recurrent(*make_qkv(1, 2, 1, HV, 4, 4), pool)
+        return guarded
+
+    for guarded in at_thread_counts((1, 2, 7, 64), call):
+        assert (guarded[:64] == 99).all() and (guarded[-64:] == 99).all()
 
 
 def test_b6_results_do_not_depend_on_what_memory_held():
@@ -310,26 +308,28 @@ def test_e4_neighbours_and_threads_change_no_bit(op):
     T, N = 64, 8
     one = make_qkv(1, T, 2, 4, 16, 16, seed=1)
     rest = make_qkv(1, 100, 2, 4, 16, 16, seed=2)
-    threads = torch.get_num_threads()
-    results = []
-    try:
-        for place, n in ((0, 1), (0, 2), (7, 1), (7, 4), (None, 2)):
-            torch.set_num_threads(n)
-            if place is None:  # beside a prefill of 100
-                args = [torch.cat([a, b], 1) for a, b in zip(one, rest, strict=True)]
-                pool, kw = torch.zeros(2, 4, 16, 16), {"cu_seqlens": torch.tensor([0, T, T + 100])}
-                o, row = getattr(gdn_ops, op)(*args, pool, **kw)[:, :T], 0
-            else:
-                args = [x.clone() for x in make_qkv(N, T, 2, 4, 16, 16, seed=3)]
-                for x, y in zip(args, one, strict=True):
-                    x[place] = y[0]
-                pool = torch.zeros(N, 4, 16, 16)
-                o, row = getattr(gdn_ops, op)(*args, pool)[place : place + 1], place
-            results.append((o, pool[row]))
-        alone = torch.zeros(1, 4, 16, 16)
-        results.append((getattr(gdn_ops, op)(*one, alone), alone[0]))
-    finally:
-        torch.set_num_threads(threads)
+    call = getattr(gdn_ops, op)
+
+    def alone():
+        pool = torch.zeros(1, 4, 16, 16)
+        return call(*one, pool), pool[0]
+
+    def among_others(place):
+        args = [x.clone() for x in make_qkv(N, T, 2, 4, 16, 16, seed=3)]
+        for x, y in zip(args, one, strict=True):
+            x[place] = y[0]
+        pool = torch.zeros(N, 4, 16, 16)
+        return call(*args, pool)[place : place + 1], pool[place]
+
+    def beside_a_prefill():
+        args = [torch.cat([a, b], 1) for a, b in zip(one, rest, strict=True)]
+        pool = torch.zeros(2, 4, 16, 16)
+        return call(*args, pool, cu_seqlens=torch.tensor([0, T, T + 100]))[:, :T], pool[0]
+
+    results = at_thread_counts((2,), alone)
+    for place in (0, 7):
+        results += at_thread_counts((1, 2, 4), functools.partial(among_others, place))
+    results += at_thread_counts((1, 2), beside_a_prefill)
     for o, state in results[1:]:
         assert torch.equal(o, results[0][0]) and torch.equal(state, results[0][1])
 

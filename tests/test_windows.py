@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 
 import pytest
 import torch
-from common import ACTIVATIONS, assert_close, clone_pool, make_layer, make_pool, make_qkv
+from common import (
+    ACTIVATIONS,
+    assert_close,
+    at_thread_counts,
+    clone_pool,
+    layer_args,
+    make_layer,
+    make_pool,
+    make_qkv,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_conv import conv_pool
@@ -207,47 +217,42 @@ def test_rows_do_not_feel_when_others_fold():
     q, k, v, g, beta = make_qkv(8, 1, H, HV, K, V)
     base = make_pool(8, HV, V, K)
     window = make_window([2] * 8, K, V, R)
-    alone = None
+
+    def call(fills, order):
+        state = base.clone()
+        w = make_window(fills, K, V, R)
+        w.k[0], w.u[0], w.g[0] = window.k[0], window.u[0], window.g[0]
+        x = [y[order] for y in (q, k, v, g, beta)]
+        for _ in range(3):
+            o = gdn_ops.recurrent_buffered(*x, state, *w, state_indices=torch.tensor(order))
+        return o[order.index(0)], state[0], windows.state_of(w, state)[0]
+
+    results = []
     for fills in ([2] * 8, [2, 4, 4, 0, 1, 4, 3, 4], [2, 0, 0, 4, 4, 4, 4, 0]):
         for order in (list(range(8)), [7, 1, 2, 3, 4, 5, 6, 0]):
-            for threads in (1, 2, 3):
-                state = base.clone()
-                w = make_window(fills, K, V, R)
-                w.k[0], w.u[0], w.g[0] = window.k[0], window.u[0], window.g[0]
-                torch.set_num_threads(threads)
-                try:
-                    x = [y[order] for y in (q, k, v, g, beta)]
-                    rows = torch.tensor(order)
-                    for _ in range(3):
-                        o = gdn_ops.recurrent_buffered(*x, state, *w, state_indices=rows)
-                finally:
-                    torch.set_num_threads(2)
-                got = (o[order.index(0)], state[0], windows.state_of(w, state)[0])
-                if alone is None:
-                    alone = got
-                assert all(torch.equal(a, b) for a, b in zip(got, alone, strict=True))
+            results += at_thread_counts((1, 2, 3), functools.partial(call, fills, order))
+    for got in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(got, results[0], strict=True))
 
 
 @pytest.mark.parametrize("op", ["buffered", "lowrank"])
 def test_thread_counts(op):
     """One task a key head, or blocks of rows of a value head: the same bits."""
-    results = []
-    for threads in (1, 2, 3, 7):
-        torch.set_num_threads(threads)
-        try:
-            h, hv, K, V, R = 1, 3, 128, 200, 4
-            q, k, v, g, beta = make_qkv(1, 3, h, hv, K, V)
-            state = make_pool(1, hv, V, K)
-            w = windows.allocate(1, h, hv, K, V, R)
-            outs = []
-            for _ in range(3):
-                if op == "buffered":
-                    outs.append(gdn_ops.recurrent_buffered(q, k, v, g, beta, state, *w))
-                else:
-                    outs.append(gdn_ops.recurrent_lowrank(q, k, v, g, beta, *w))
-            results.append([*outs, state, *w])
-        finally:
-            torch.set_num_threads(2)
+    h, hv, K, V, R = 1, 3, 128, 200, 4
+    q, k, v, g, beta = make_qkv(1, 3, h, hv, K, V)
+
+    def call():
+        state = make_pool(1, hv, V, K)
+        w = windows.allocate(1, h, hv, K, V, R)
+        outs = []
+        for _ in range(3):
+            if op == "buffered":
+                outs.append(gdn_ops.recurrent_buffered(q, k, v, g, beta, state, *w))
+            else:
+                outs.append(gdn_ops.recurrent_lowrank(q, k, v, g, beta, *w))
+        return [*outs, state, *w]
+
+    results = at_thread_counts((1, 2, 3, 7), call)
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
@@ -570,16 +575,12 @@ def test_decode_against_oracle(op, act):
             "state_indices": torch.tensor([5, -1, 0, 2], dtype=torch.int32),
             "has_initial_state": torch.tensor([True, True, False, True]),
         }
-        args = [layer[n] for n in ("projected", "conv_weight", "conv_bias", "A_log", "dt_bias",
-                                   "norm_weight")]  # fmt: skip
+        args = layer_args(layer)
         y_ref, conv_ref, *state_ref, w_ref = getattr(reference, op)(
             *args, conv_state, *base, *w, H, K, **kw
         )
-        torch.set_num_threads(threads)
-        try:
-            y = getattr(gdn_ops, op)(*args, conv_state, *base, *w, H, K, **kw)
-        finally:
-            torch.set_num_threads(2)
+        call = functools.partial(getattr(gdn_ops, op), *args, conv_state, *base, *w, H, K, **kw)
+        (y,) = at_thread_counts((threads,), call)
         assert_close("y", y, y_ref, act, slack=16 if act == torch.float32 else 1)
         assert torch.equal(y[1], torch.zeros_like(y[1]))
         assert torch.equal(conv_state.double(), conv_ref)
@@ -594,19 +595,16 @@ def test_decode_thread_counts(op):
     """REPORTS B5: whole key heads, or blocks of rows; the same bits."""
     h, hv, K, V, R, T = 1, 3, 64, 100, 4, 2
     layer = make_layer(1, T, h, hv, K, V)
-    args = [layer[n] for n in ("projected", "conv_weight", "conv_bias", "A_log", "dt_bias",
-                               "norm_weight")]  # fmt: skip
-    results = []
-    for threads in (1, 2, 3, 7):
+    args = layer_args(layer)
+
+    def call():
         conv_state = conv_pool(1, 2 * h * K + hv * V, 4)
         base = [make_pool(1, hv, V, K)] if op == "decode_buffered" else []
         w = windows.allocate(1, h, hv, K, V, R)
-        torch.set_num_threads(threads)
-        try:
-            ys = [getattr(gdn_ops, op)(*args, conv_state, *base, *w, h, K) for _ in range(4)]
-        finally:
-            torch.set_num_threads(2)
-        results.append([*ys, conv_state, *base, *w])
+        ys = [getattr(gdn_ops, op)(*args, conv_state, *base, *w, h, K) for _ in range(4)]
+        return [*ys, conv_state, *base, *w]
+
+    results = at_thread_counts((1, 2, 3, 7), call)
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
@@ -618,8 +616,7 @@ def test_decode_speculative():
     w = windows.allocate(2, H, HV, K, V, R)
     for step, accepted in enumerate(([1, 1], [3, 1], [2, 3], [1, 0])):
         layer = make_layer(2, T, H, HV, K, V, seed=step)
-        args = [layer[n] for n in ("projected", "conv_weight", "conv_bias", "A_log", "dt_bias",
-                                   "norm_weight")]  # fmt: skip
+        args = layer_args(layer)
         kw = {"num_accepted": torch.tensor(accepted), "conv_leading": True}
         y_ref, conv_ref, state_ref, w_ref = reference.decode_buffered(
             *args, conv_state, state, *w, H, K, **kw

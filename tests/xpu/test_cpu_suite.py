@@ -10,12 +10,11 @@ import pytest
 
 HERE = Path(__file__).parent
 
-# Tests that ask what a device cannot answer or what docs/xpu.md says the XPU does not do.
+# Words in the names of tests that ask what a device cannot answer, or what docs/xpu.md says the XPU
+# does not do.
 NOT_HERE = {
     "raises_before_writing": "no kernel can raise: values are checked where the host can read them",
-    "refuses": "as above",
     "fast": "the XPU has one precision",
-    "parallel_region": "threads of the CPU",
     "threads": "threads of the CPU",
     "opcheck": "asks torch, not the kernels; so do the next four",
     "fake": "",
@@ -26,7 +25,6 @@ NOT_HERE = {
     "later_token": "zero times NaN in a product reaches the tokens of a chunk",
     "minus_inf_clears_even": "zero times infinity, as above",
     "silu_at_its_ends": "sigmoid is bounded by 2^-120",
-    "overlapping": "memory shared by two arguments is not, once moved",
 }
 MODULES = {"recurrent": 60, "gates": 45, "norm": 40, "conv": 100, "chunk": 150}
 
