@@ -28,12 +28,7 @@ def _relative(paths) -> list[str]:
 def add_twin(extension) -> None:
     """The kernels run by the host twin, registered under PrivateUse1."""
     extension.sources += _relative(
-        [
-            *XPU.glob("*.cpp"),
-            *XPU.glob("twin/*.cpp"),
-            XPU / "runtime/host.cpp",
-            XPU / "runtime/device_twin.cpp",
-        ]
+        [*XPU.glob("*.cpp"), *XPU.glob("twin/*.cpp"), XPU / "runtime/host.cpp"]
     )
     extension.define_macros.append(("GDN_XPU_TWIN", "1"))
     extension.define_macros += [(name, "1") for name in _switches()]
@@ -83,14 +78,7 @@ def add_vendor(extension, build_folder: Path) -> None:
         if done.returncode:
             raise RuntimeError(f"GDN_BACKEND=xpu: {' '.join(command)} failed:\n{done.stderr}")
         extension.extra_objects.append(str(target))
-    extension.sources += _relative(
-        [
-            XPU / "ops.cpp",
-            XPU / "chunk.cpp",
-            XPU / "runtime/host.cpp",
-            XPU / "runtime/device_vendor.cpp",
-        ]
-    )
+    extension.sources += _relative([XPU / "ops.cpp", XPU / "chunk.cpp", XPU / "runtime/host.cpp"])
     extension.include_dirs.append(str(include))
     if Path("/usr/local/cuda/include").exists():
         extension.include_dirs.append("/usr/local/cuda/include")

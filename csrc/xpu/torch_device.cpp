@@ -13,7 +13,8 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 
-#include "runtime/device.h"
+#include "twin/machine.h"
+#include "twin/memory.h"
 #include "twin/report.h"
 
 namespace gdn {
@@ -26,12 +27,12 @@ constexpr c10::DeviceType kType = c10::DeviceType::PrivateUse1;
 
 struct TwinAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
-    void* p = device_alloc(bytes);
-    return {p, p, &device_free, c10::Device(kType, 0)};
+    void* p = twin::allocate(bytes);
+    return {p, p, &twin::release, c10::Device(kType, 0)};
   }
-  c10::DeleterFnPtr raw_deleter() const override { return &device_free; }
+  c10::DeleterFnPtr raw_deleter() const override { return &twin::release; }
   void copy_data(void* dst, const void* src, std::size_t bytes) const override {
-    device_copy(dst, src, bytes, Copy::device_to_device, nullptr);
+    twin::copy(dst, src, bytes);
   }
 };
 
@@ -86,7 +87,7 @@ struct TwinHooks final : at::PrivateUse1HooksInterface {
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
     c10::DataPtr fresh = allocator().allocate(bytes);
     const size_t keep = std::min(bytes, storage.nbytes());
-    if (keep) device_copy(fresh.get(), storage.data(), keep, Copy::device_to_device, nullptr);
+    if (keep) twin::copy(fresh.get(), storage.data(), keep);
     storage.unsafeGetStorageImpl()->set_data_ptr_noswap(std::move(fresh));
     storage.unsafeGetStorageImpl()->set_nbytes(bytes);
   }

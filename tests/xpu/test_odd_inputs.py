@@ -234,3 +234,12 @@ def test_chunk(device, g, shape, act):
     agree(device, ops.chunk_prefill, *x, pool, *tail, dtype=act)
     win = window(g, B + 1, H, HV, K, V, 5, act)
     agree(device, ops.chunk_lowrank, *x, *win, rows, None, None, None, True, C, dtype=act)
+
+
+def test_more_tokens_than_a_launch_can_number_are_refused(device):
+    """The kernels count the tokens of a windowed call in 16 bits."""
+    shapes = ((1, 64), (1, 64), (1, 32), (1,), (1,))
+    q, k, v, gate, beta = (torch.zeros(1, 2**15, *shape) for shape in shapes)
+    win = windows.allocate(1, 1, 1, 64, 32, 4)
+    with pytest.raises(RuntimeError, match="T = 32768: the XPU windows take up to 32767 tokens"):
+        ops.recurrent_lowrank(*(x.to(device) for x in (q, k, v, gate, beta, *win)))

@@ -249,6 +249,9 @@ void recurrent_window(const RecurrentArgs& a, void* stream) {
   // Lengths are on the device; a packed sequence with a base has at most R tokens.
   int64_t tokens = a.seqs.T;
   if (a.seqs.cu_seqlens.ptr && a.state.ptr && tokens > a.window.R) tokens = a.window.R;
+  if (tokens > INT16_MAX)
+    throw Unsupported("T = " + std::to_string(tokens) +
+                      ": the XPU windows take up to 32767 tokens a call");
   for (int64_t t = 0; t < tokens; ++t) {
     p.token = static_cast<int16_t>(t);
     launch_window_step(p, stream);
