@@ -12,6 +12,7 @@ enum class DType : int32_t { f32 = 0, bf16 = 1, f16 = 2 };
 inline int64_t size_of(DType d) { return d == DType::f32 ? 4 : 2; }  // bytes of an element
 
 constexpr int kMaxHeadDim = 512;                // largest K or V any kernel accepts
+constexpr int kMaxWindow = 64;                  // largest R
 constexpr int kMaxConvWidth = 8;                // largest W
 constexpr int kMinChunk = 16, kMaxChunk = 128;  // tokens of a chunk
 constexpr int kDecodeTokens = 16;  // most tokens a sequence may bring to the fused decode step
@@ -127,7 +128,7 @@ struct ChunkBackwardArgs {
   StatePool grad_state;        // of the final state; ptr null: zero
   View dq, dk, dv, dg, dbeta;  // outputs, contiguous
   StatePool dstate;            // of the initial state, contiguous
-  float* work = nullptr;       // linear in T; of the CPU
+  float* work = nullptr;       // scratch of the CPU kernel, which says how much: linear in T
 };
 
 struct GatingArgs {
@@ -141,7 +142,7 @@ struct GatingArgs {
 struct ConvArgs {
   Sequences seqs;
   int64_t C = 0, W = 0;
-  View x, y;  // channel = (sh unused) sd
+  View x, y;  // [B, T, C]: no heads, channels are `sd` apart
   Param weight, bias;
   ConvPool state;  // ptr null: no history, nothing kept
   bool silu = false;
@@ -179,7 +180,6 @@ struct NormArgs {
   int64_t heads = 1, s_x_head = 0, s_gate_head = 0;
   Param weight;
   float eps = 1e-6f;
-  bool has_gate = true;
 };
 
 // The layer between its two projections. projected [B, T, D], D = C + HV*V + 2*HV: qkv | z | b | a.

@@ -41,8 +41,9 @@ bool all_absent(const variable_list& grads) {
   return std::none_of(grads.begin(), grads.end(), [](const Tensor& t) { return t.defined(); });
 }
 
-// Without create_graph nothing differentiates the backward op: below autograd it reaches tensor
-// subclasses whole (DTensor shards it by a rule), where above it would arrive in pieces.
+// The backward ops of this file are compositions of ATen calls. With create_graph they run above
+// autograd, which differentiates each of those calls. Otherwise they run below it: there a tensor
+// subclass sees the backward op itself, for which DTensor has a sharding rule, and not its parts.
 struct Whole {
   std::optional<at::AutoDispatchBelowADInplaceOrView> below;
   Whole() {

@@ -11,9 +11,10 @@
 namespace gdn {
 namespace {
 
-bool is_activation(at::ScalarType t) {
-  return t == at::kFloat || t == at::kBFloat16 || t == at::kHalf;
-}
+struct Named {
+  const char* name;
+  const at::Tensor* t;
+};
 
 // None for an argument that is no option arrives as a tensor without anything.
 void check_given(const char* op, const char* name, const at::Tensor& t) {
@@ -38,10 +39,20 @@ void check_device(const char* op, const char* name, const at::Tensor& t, const a
               ", got ", t.device());
 }
 
+// The stride of a dimension of one element means nothing; 0 lets kernels see that it does not move.
 int64_t stride_of(const at::Tensor& t, int64_t d) { return t.size(d) > 1 ? t.stride(d) : 0; }
 
-// Size-1 dimensions get stride 0 so that kernels may hoist; contiguity tests use this helper.
+// Whether neighbours in dimension d are neighbours in memory.
 bool unit_stride(const at::Tensor& t, int64_t d) { return t.size(d) <= 1 || t.stride(d) == 1; }
+
+float scale_of(std::optional<double> scale, int64_t K) {
+  return static_cast<float>(scale ? *scale : 1.0 / std::sqrt(static_cast<double>(K)));
+}
+
+// How many sequences a call brings, before anything is checked.
+int64_t count_sequences(const OptTensor& cu_seqlens, int64_t B) {
+  return cu_seqlens && cu_seqlens->dim() == 1 ? cu_seqlens->size(0) - 1 : B;
+}
 
 View activation_view(const char* op, const char* name, const at::Tensor& t) {
   View v;
@@ -50,7 +61,7 @@ View activation_view(const char* op, const char* name, const at::Tensor& t) {
   v.sb = stride_of(t, 0);
   v.st = stride_of(t, 1);
   v.sh = stride_of(t, 2);
-  v.sd = t.dim() > 3 ? (t.size(3) > 1 ? t.stride(3) : 1) : 1;
+  v.sd = t.dim() > 3 && t.size(3) > 1 ? t.stride(3) : 1;
   return v;
 }
 
@@ -188,21 +199,24 @@ Sequences sequences_of(const char* op, int64_t B, int64_t T, int64_t P, const Se
   return s;
 }
 
-StatePool state_pool(const char* op, const at::Tensor& t, int64_t HV, int64_t V, int64_t K,
-                     bool read_only = false) {
-  check_dim(op, "state", t, 4, "[P, HV, V, K]");
-  check_size(op, "state", t, 1, HV, "HV");
-  check_size(op, "state", t, 2, V, "V");
-  check_size(op, "state", t, 3, K, "K");
-  if (!read_only) check_writable(op, "state", t);
-  TORCH_CHECK(unit_stride(t, 3) || unit_stride(t, 2), op,
-              ": state: expected [P, HV, V, K] with K contiguous, or the transposed view of a "
-              "[P, HV, K, V] pool, got strides ",
-              t.strides());
+// `initial_state` of the functional op is only read, and may be expanded.
+StatePool state_pool(const char* op, const char* name, const at::Tensor& t, int64_t HV, int64_t V,
+                     int64_t K, bool read_only = false) {
+  check_dim(op, name, t, 4, read_only ? "[N, HV, V, K]" : "[P, HV, V, K]");
+  check_size(op, name, t, 1, HV, "HV");
+  check_size(op, name, t, 2, V, "V");
+  check_size(op, name, t, 3, K, "K");
+  if (!read_only) check_writable(op, name, t);
+  TORCH_CHECK(
+      unit_stride(t, 3) || unit_stride(t, 2), op, ": ", name,
+      ": expected K contiguous, or V as in the transposed view of a [P, HV, K, V] pool, got "
+      "strides ",
+      t.strides());
   StatePool s = states_of(t);
-  s.dtype = dtype_of(op, "state", t);
-  if (t.size(3) <= 1) s.s_k = unit_stride(t, 2) && t.size(2) > 1 ? t.stride(2) : 1;
-  if (t.size(2) <= 1) s.s_v = unit_stride(t, 3) && t.size(3) > 1 ? t.size(3) : 1;
+  s.dtype = dtype_of(op, name, t);
+  // A dimension of one element gets the stride that it has in a dense pool.
+  if (K == 1) s.s_k = 1;
+  if (V == 1) s.s_v = unit_stride(t, 3) ? K : 1;
   return s;
 }
 
@@ -213,14 +227,7 @@ ConvPool conv_pool(const char* op, const at::Tensor& t, const char* name, int64_
   TORCH_CHECK(t.size(2) >= W - 1, op, ": ", name, ": expected L >= W - 1 = ", W - 1,
               " columns, got ", t.size(2));
   check_writable(op, name, t);
-  ConvPool p;
-  p.ptr = t.data_ptr();
-  p.dtype = dtype_of(op, name, t);
-  p.P = t.size(0);
-  p.L = t.size(2);
-  p.s_p = t.stride(0);
-  p.s_c = t.stride(1);
-  p.s_l = t.stride(2);
+  ConvPool p = histories_of(op, name, t);
   p.leading = leading;
   return p;
 }
@@ -232,7 +239,8 @@ Window window_of(const char* op, const WindowTensors& w, int64_t H, int64_t HV, 
   check_dim(op, "win_g", w.g, 3, "[P, HV, R]");
   check_dim(op, "win_fill", w.fill, 1, "[P]");
   const int64_t P = w.fill.size(0), R = w.k.size(2);
-  TORCH_CHECK(R >= 1 && R <= 64, op, ": win_k: expected 1 <= R <= 64, got R = ", R);
+  TORCH_CHECK(R >= 1 && R <= kMaxWindow, op, ": win_k: expected 1 <= R <= ", kMaxWindow,
+              ", got R = ", R);
   check_size(op, "win_k", w.k, 0, P, "P");
   check_size(op, "win_k", w.k, 1, H, "H");
   check_size(op, "win_k", w.k, 3, K, "K");
@@ -251,10 +259,6 @@ Window window_of(const char* op, const WindowTensors& w, int64_t H, int64_t HV, 
               ": win_k: expected a contiguous last dimension, got strides ", w.k.strides());
   TORCH_CHECK(unit_stride(w.u, 3), op,
               ": win_u: expected a contiguous last dimension, got strides ", w.u.strides());
-  struct Named {
-    const char* name;
-    const at::Tensor* t;
-  };
   const Named all[] = {{"win_k", &w.k}, {"win_u", &w.u}, {"win_g", &w.g}, {"win_fill", &w.fill}};
   for (const Named& n : all) {
     check_writable(op, n.name, *n.t);
@@ -292,12 +296,17 @@ void check_heads(const char* op, int64_t H, int64_t HV, int64_t K, int64_t V) {
               ": expected 1 <= K, V <= ", kMaxHeadDim, ", got K = ", K, " and V = ", V);
 }
 
+void check_apart_from_window(const char* op, const char* name, const at::Tensor& pool,
+                             const WindowTensors& w) {
+  check_apart(op, name, pool, "win_k", w.k);
+  check_apart(op, name, pool, "win_u", w.u);
+  check_apart(op, name, pool, "win_g", w.g);
+  check_apart(op, name, pool, "win_fill", w.fill);
+}
+
 void check_window_against_state(const char* op, const at::Tensor& state, const WindowTensors& w) {
   check_size(op, "win_fill", w.fill, 0, state.size(0), "P");
-  check_apart(op, "state", state, "win_k", w.k);
-  check_apart(op, "state", state, "win_u", w.u);
-  check_apart(op, "state", state, "win_g", w.g);
-  check_apart(op, "state", state, "win_fill", w.fill);
+  check_apart_from_window(op, "state", state, w);
 }
 
 bool silu_of(const char* op, const std::string& activation) {
@@ -311,10 +320,6 @@ Gates gates_of(const char* op, const GateTensors& t, int64_t B, int64_t T, int64
   const bool raw = t.A_log != nullptr;
   const char* first = raw ? "a" : "g";
   const char* second = raw ? "b" : "beta";
-  struct Named {
-    const char* name;
-    const at::Tensor* t;
-  };
   for (const Named& n : {Named{first, &t.g}, Named{second, &t.beta}}) {
     check_dim(op, n.name, *n.t, 3, "[B, T, HV]");
     check_size(op, n.name, *n.t, 0, B, "B");
@@ -333,8 +338,16 @@ Gates gates_of(const char* op, const GateTensors& t, int64_t B, int64_t T, int64
   return gates;
 }
 
-// Speculative use: the accepted count names a column, so there must be columns.
-void check_speculative(const char* op, const Sequences& s) {
+// How many tokens a step of a recurrence may bring. Without a window the state after each token
+// has a row of its own, and the accepted count says in which column it stands; with a base and a
+// window all of them are pending at once.
+void check_step(const char* op, const RecurrentArgs& a, bool has_window, bool has_base) {
+  const Sequences& s = a.seqs;
+  if (has_window) {
+    TORCH_CHECK(!has_base || s.cu_seqlens.ptr || s.T <= a.window.R, op,
+                ": expected T <= R = ", a.window.R, " tokens a call, got T = ", s.T);
+    return;
+  }
   TORCH_CHECK(!s.num_accepted.ptr || s.S > 0, op,
               ": num_accepted: needs state_indices of shape [N, S], got ",
               s.state_indices.ptr ? "[N]" : "none");
@@ -370,7 +383,8 @@ void fill_conv(const char* op, const ConvNames& names, ConvArgs& c, const at::Te
   c.silu = silu_of(op, activation);
 }
 
-// State columns a speculative call of T tokens leaves behind.
+// A speculative call leaves its W - 1 + T - 1 newest columns, so that the next one can go back to
+// any token that is accepted.
 void check_conv_columns(const char* op, const ConvArgs& c) {
   TORCH_CHECK(!c.seqs.num_accepted.ptr || c.state.leading, op,
               ": num_accepted: needs conv_leading=True (the trailing layout keeps no drafts)");
@@ -426,11 +440,8 @@ DType dtype_of(const char* op, const char* name, const at::Tensor& t) {
   }
 }
 
-at::ScalarType scalar_type(DType d) {
-  return d == DType::f32 ? at::kFloat : d == DType::bf16 ? at::kBFloat16 : at::kHalf;
-}
-
-// Tokens, gates, pool, window and sequences; `read_only`: the pool is not written.
+// Tokens, gates, pool, window and sequences. `read_only`: `state` is the initial state of a
+// functional op. `rows`: what the op calls its state_indices.
 static RecurrentArgs sequence_inputs(const char* op, const at::Tensor& q, const at::Tensor& k,
                                      const at::Tensor& v, const GateTensors& gates,
                                      const at::Tensor* state, bool read_only,
@@ -451,8 +462,7 @@ static RecurrentArgs sequence_inputs(const char* op, const at::Tensor& q, const 
   check_size(op, "v", v, 0, B, "B");
   check_size(op, "v", v, 1, T, "T");
   check_heads(op, a.H, a.HV, a.K, a.V);
-  TORCH_CHECK(is_activation(q.scalar_type()), op,
-              ": q: expected float32, bfloat16 or float16, got ", q.scalar_type());
+  dtype_of(op, "q", q);
   TORCH_CHECK(k.scalar_type() == q.scalar_type() && v.scalar_type() == q.scalar_type(), op,
               ": k, v: expected the dtype of q, ", q.scalar_type(), ", got ", k.scalar_type(),
               " and ", v.scalar_type());
@@ -460,8 +470,9 @@ static RecurrentArgs sequence_inputs(const char* op, const at::Tensor& q, const 
   check_device(op, "v", v, q);
   int64_t P = 0;
   if (state) {
-    check_device(op, "state", *state, q);
-    a.state = state_pool(op, *state, a.HV, a.V, a.K, read_only);
+    const char* name = read_only ? "initial_state" : "state";
+    check_device(op, name, *state, q);
+    a.state = state_pool(op, name, *state, a.HV, a.V, a.K, read_only);
     P = a.state.P;
   }
   if (window) {
@@ -476,8 +487,7 @@ static RecurrentArgs sequence_inputs(const char* op, const at::Tensor& q, const 
   a.k = activation_view(op, "k", k);
   a.v = activation_view(op, "v", v);
   a.gates = gates_of(op, gates, B, T, a.HV, q);
-  a.scale = scale ? static_cast<float>(*scale)
-                  : static_cast<float>(1.0 / std::sqrt(static_cast<double>(a.K)));
+  a.scale = scale_of(scale, a.K);
   a.l2norm = qk_l2norm;
   return a;
 }
@@ -488,11 +498,7 @@ RecurrentArgs recurrent_args(const char* op, const at::Tensor& q, const at::Tens
                              std::optional<double> scale, bool qk_l2norm) {
   RecurrentArgs a =
       sequence_inputs(op, q, k, v, gates, state, false, window, seq, scale, qk_l2norm);
-  if (!window) check_speculative(op, a.seqs);
-  if (window && state && !a.seqs.cu_seqlens.ptr) {
-    TORCH_CHECK(a.seqs.T <= a.window.R, op, ": expected T <= R = ", a.window.R,
-                " tokens a call, got T = ", a.seqs.T);
-  }
+  check_step(op, a, window, state);
   return a;
 }
 
@@ -502,30 +508,22 @@ ChunkArgs chunk_args(const char* op, const at::Tensor& q, const at::Tensor& k, c
   TORCH_CHECK(chunk_size >= kMinChunk && chunk_size <= kMaxChunk, op, ": chunk_size: expected ",
               kMinChunk, " to ", kMaxChunk, ", got ", chunk_size);
   check_dim(op, "q", q, 4, "[B, T, H, K]");
-  check_dim(op, "v", v, 4, "[B, T, HV, V]");
   if (t.initial_state) {
     check_dim(op, "initial_state", *t.initial_state, 4, "[N, HV, V, K]");
     TORCH_CHECK(t.initial_state->scalar_type() == at::kFloat, op,
                 ": initial_state: expected float32, got ", t.initial_state->scalar_type());
-    const int64_t N =
-        t.cu_seqlens && t.cu_seqlens->dim() == 1 ? t.cu_seqlens->size(0) - 1 : q.size(0);
-    check_size(op, "initial_state", *t.initial_state, 0, N, "N");
+    check_size(op, "initial_state", *t.initial_state, 0, count_sequences(t.cu_seqlens, q.size(0)),
+               "N");
   }
   const OptTensor none;
   const SeqTensors seq{t.read_indices, t.has_initial_state, t.cu_seqlens, none};
+  const char* rows = t.window ? "state_indices" : "read_indices";
   const at::Tensor* pool = t.state ? t.state : t.initial_state ? &*t.initial_state : nullptr;
-  RecurrentArgs r;
-  if (pool && !t.state) {
-    // Only read, so an expanded or otherwise strided state is as good as any.
-    const bool rows = unit_stride(*pool, 3) || unit_stride(*pool, 2);
-    TORCH_CHECK(rows, op, ": initial_state: expected a contiguous K or V dimension, got strides ",
-                pool->strides());
-  }
-  r = sequence_inputs(op, q, k, v, {g, beta}, pool, !t.state, t.window, seq, scale, qk_l2norm,
-                      t.window ? "state_indices" : "read_indices");
+  const RecurrentArgs r = sequence_inputs(op, q, k, v, {g, beta}, pool, !t.state, t.window, seq,
+                                          scale, qk_l2norm, rows);
   ChunkArgs a;
   a.seqs = r.seqs;
-  TORCH_CHECK(a.seqs.S == 0, op, ": read_indices: expected shape [N], got [N, ", a.seqs.S, "]");
+  TORCH_CHECK(a.seqs.S == 0, op, ": ", rows, ": expected shape [N], got [N, ", a.seqs.S, "]");
   a.H = r.H;
   a.HV = r.HV;
   a.K = r.K;
@@ -612,7 +610,7 @@ RecurrentArgs window_args(const char* op, const at::Tensor* state, const WindowT
     a.V = state->size(2);
     a.K = state->size(3);
     check_heads(op, a.H, a.HV, a.K, a.V);
-    a.state = state_pool(op, *state, a.HV, a.V, a.K);
+    a.state = state_pool(op, "state", *state, a.HV, a.V, a.K);
     a.window = window_of(op, *window, a.H, a.HV, a.K, a.V, *state);
     check_window_against_state(op, *state, *window);
   } else {
@@ -689,7 +687,7 @@ ConvArgs conv1d_args(const char* op, const at::Tensor& x, const at::Tensor& weig
   fill_conv(op, kPlainConv, c, x, x.size(2), weight, bias, activation);
   if (initial_state) check_dim(op, "initial_state", *initial_state, 3, "[N, C, L]");
   const OptTensor none;
-  const int64_t N = cu_seqlens && cu_seqlens->dim() == 1 ? cu_seqlens->size(0) - 1 : x.size(0);
+  const int64_t N = count_sequences(cu_seqlens, x.size(0));
   c.seqs = sequences_of(op, x.size(0), x.size(1), N, {none, none, cu_seqlens, none}, x);
   c.state.L = state_len ? *state_len : initial_state ? initial_state->size(-1) : c.W - 1;
   TORCH_CHECK(c.state.L >= c.W - 1, op, ": state_len: expected at least W - 1 = ", c.W - 1,
@@ -808,16 +806,13 @@ DecodeArgs decode_args(const char* op, const DecodeTensors& t, int64_t num_k_hea
   int64_t P = 0;
   if (t.state) {
     check_device(op, "state", *t.state, like);
-    r.state = state_pool(op, *t.state, r.HV, r.V, r.K);
+    r.state = state_pool(op, "state", *t.state, r.HV, r.V, r.K);
     check_apart(op, "state", *t.state, "conv_state", t.conv_state);
     P = r.state.P;
   }
   if (t.window) {
     r.window = window_of(op, *t.window, r.H, r.HV, r.K, r.V, like);
-    check_apart(op, "conv_state", t.conv_state, "win_k", t.window->k);
-    check_apart(op, "conv_state", t.conv_state, "win_u", t.window->u);
-    check_apart(op, "conv_state", t.conv_state, "win_g", t.window->g);
-    check_apart(op, "conv_state", t.conv_state, "win_fill", t.window->fill);
+    check_apart_from_window(op, "conv_state", t.conv_state, *t.window);
     if (t.state) check_window_against_state(op, *t.state, *t.window);
     P = r.window.P;
   }
@@ -825,13 +820,8 @@ DecodeArgs decode_args(const char* op, const DecodeTensors& t, int64_t num_k_hea
   TORCH_CHECK(r.seqs.cu_seqlens.ptr || r.seqs.T <= kDecodeTokens, op, ": expected at most ",
               kDecodeTokens,
               " tokens a sequence (longer calls: short_conv, gating, chunk), got T = ", r.seqs.T);
-  if (!t.window) check_speculative(op, r.seqs);
-  if (t.window && t.state && !r.seqs.cu_seqlens.ptr) {
-    TORCH_CHECK(r.seqs.T <= r.window.R, op, ": expected T <= R = ", r.window.R,
-                " tokens a call, got T = ", r.seqs.T);
-  }
-  r.scale = scale ? static_cast<float>(*scale)
-                  : static_cast<float>(1.0 / std::sqrt(static_cast<double>(r.K)));
+  check_step(op, r, t.window, t.state);
+  r.scale = scale_of(scale, r.K);
   r.l2norm = qk_l2norm;
 
   ConvGatingArgs& f = d.front;
@@ -905,21 +895,21 @@ void check_values(const char* op, const Sequences& s, int64_t most_tokens, const
   }
 }
 
-void check_window_values(const char* op, const RecurrentArgs& a, int64_t most_tokens) {
-  const Window& w = a.window;
-  Sequences rows = a.seqs;
+void check_window_values(const char* op, const Sequences& s, const Window& w, bool has_base,
+                         int64_t most_tokens) {
+  Sequences rows = s;
   rows.num_accepted = {};  // counts tokens of the call before, not columns of this one
   check_values(op, rows, most_tokens);
-  for (int64_t n = 0; n < a.seqs.N; ++n) {
-    const Sequence seq = sequence_of(a.seqs, n, 0);
+  for (int64_t n = 0; n < s.N; ++n) {
+    const Sequence seq = sequence_of(s, n, 0);
     if (seq.row < 0 || seq.fresh) continue;
     const int32_t packed = w.fill[seq.row * w.s_fill];
     const WindowCounts c = unpack_fill(packed);
     TORCH_CHECK(packed >= 0 && packed < 1 << 24 && c.fill <= w.R && (c.head == 0 || c.head < w.R) &&
-                    (c.head == 0 || !a.state.ptr),
+                    (c.head == 0 || !has_base),
                 op, ": win_fill: expected counts that a window of R = ", w.R, " can hold, got ",
                 packed, " in row ", seq.row);
-    TORCH_CHECK(!a.seqs.num_accepted.ptr || c.fill == 0 || seq.accepted <= c.drafts + 1, op,
+    TORCH_CHECK(!s.num_accepted.ptr || c.fill == 0 || seq.accepted <= c.drafts + 1, op,
                 ": num_accepted: expected at most the ", c.drafts + 1,
                 " tokens of the call before, got ", seq.accepted, " for sequence ", n);
   }
@@ -964,6 +954,18 @@ StatePool states_of(const at::Tensor& t) {
   s.s_v = t.stride(2);
   s.s_k = t.stride(3);
   return s;
+}
+
+ConvPool histories_of(const char* op, const char* name, const at::Tensor& t) {
+  ConvPool p;
+  p.ptr = t.data_ptr();
+  p.dtype = dtype_of(op, name, t);
+  p.P = t.size(0);
+  p.L = t.size(2);
+  p.s_p = t.stride(0);
+  p.s_c = t.stride(1);
+  p.s_l = t.stride(2);
+  return p;
 }
 
 }  // namespace gdn

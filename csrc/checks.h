@@ -28,8 +28,8 @@ struct WindowTensors {
   const at::Tensor &k, &u, &g, &fill;
 };
 
+// Of a tensor whose dtype a kernel can read; an error for any other.
 DType dtype_of(const char* op, const char* name, const at::Tensor& t);
-at::ScalarType scalar_type(DType d);
 
 // `gates` = {g, beta} or, with A_log and dt_bias, {a, b}. Output not set.
 struct GateTensors {
@@ -92,7 +92,9 @@ ConvGatingArgs conv_gating_args(const char* op, const at::Tensor& mixed_qkv, con
                                 int64_t num_k_heads, int64_t head_k_dim, const SeqTensors& seq,
                                 bool qk_l2norm, const std::string& activation, bool conv_leading);
 
-// x and gate [..., V] with rows viewable as one dimension; the caller sets `y`.
+// x and gate [..., V] with rows of one stride, or heads of one stride inside tokens of another
+// (NormArgs::heads above 1: a backend that cannot take those must copy or refuse). The caller sets
+// `y`.
 NormArgs norm_args(const char* op, const at::Tensor& x, const at::Tensor& gate,
                    const at::Tensor& weight, double eps);
 
@@ -117,17 +119,21 @@ DecodeArgs decode_args(const char* op, const DecodeTensors& t, int64_t num_k_hea
 void check_values(const char* op, const Sequences& s, int64_t most_tokens = INT64_MAX,
                   const char* rows = "state_indices");
 
-// The same for sequences that own a window: counts that a window can hold, and no more accepted
-// than the last call brought.
-void check_window_values(const char* op, const RecurrentArgs& a, int64_t most_tokens = INT64_MAX);
+// The same for sequences that own a window: counts that a window can hold (`has_base`: one that is
+// folded into a state, and so never goes round), and no more accepted than the last call brought.
+void check_window_values(const char* op, const Sequences& s, const Window& w, bool has_base,
+                         int64_t most_tokens = INT64_MAX);
 
 // The same for a conv pool: its rows exist, and a speculative call's columns fit.
 void check_conv_values(const char* op, const ConvArgs& c);
 
 // Fresh contiguous output with the device and dtype of `like`.
 at::Tensor new_output(const at::Tensor& like, at::IntArrayRef sizes);
+// A contiguous output [B, T, heads * head_dim] or [B, T, heads, head_dim].
 View view_of(at::Tensor& t, int64_t head_dim);
 // float32 states [N, HV, V, K] as a pool of N rows.
 StatePool states_of(const at::Tensor& t);
+// Conv histories [N, C, L], newest column last, as a pool of N rows.
+ConvPool histories_of(const char* op, const char* name, const at::Tensor& t);
 
 }  // namespace gdn

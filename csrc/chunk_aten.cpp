@@ -136,7 +136,7 @@ Tensor unit_lower_inverse(const Tensor& lower) {
 
 struct Forward {
   at::ScalarType dtype;
-  int64_t ratio;
+  int64_t ratio;  // value heads of a key head
   double scale;
   Tensor q, k, v, beta, w;  // [chunks, HV, C, *]
   Tensor rq, rk;            // 1 / norms, with qk_l2norm
@@ -213,14 +213,14 @@ void check_float64(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
        {Named{"q", &q}, Named{"k", &k}, Named{"v", &v}, Named{"g", &g}, Named{"beta", &beta}}) {
     TORCH_CHECK(n.t->scalar_type() == at::kDouble, "chunk: ", n.name,
                 ": expected float64 beside a float64 q, got ", n.t->scalar_type());
-    TORCH_CHECK(n.t->device() == q.device(), "chunk: ", n.name, ": expected device ", q.device(),
-                ", got ", n.t->device());
   }
   TORCH_CHECK(!initial_state || initial_state->scalar_type() == at::kDouble,
-              "chunk: initial_state: expected float64 beside a float64 q");
+              "chunk: initial_state: expected float64 beside a float64 q, got ",
+              initial_state->scalar_type());
 }
 
-// Shapes and values by the checks that every dtype goes through, on empty f32 stand-ins.
+// Shapes, devices and values by the checks that every dtype goes through: on stand-ins of one f32
+// element, because those refuse f64.
 void check_shapes(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g,
                   const Tensor& beta, const OptTensor& initial_state, const OptTensor& cu_seqlens,
                   std::optional<double> scale, bool qk_l2norm, int64_t chunk_size) {
@@ -230,7 +230,9 @@ void check_shapes(const Tensor& q, const Tensor& k, const Tensor& v, const Tenso
   };
   const OptTensor none;
   OptTensor state;
-  if (initial_state) state = at::empty(initial_state->sizes(), q.options().dtype(at::kFloat));
+  if (initial_state) {
+    state = at::empty(initial_state->sizes(), initial_state->options().dtype(at::kFloat));
+  }
   const ChunkArgs a = chunk_args(
       "chunk", stand_in(q), stand_in(k), stand_in(v), stand_in(g), stand_in(beta),
       {state, nullptr, none, none, none, cu_seqlens, none, nullptr}, scale, qk_l2norm, chunk_size);
@@ -339,7 +341,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> chunk_backward_aten(
   auto as = [](const Tensor& t, const Tensor& like) {
     return t.to(like.scalar_type()).contiguous();
   };
-  // A group of key heads at a time, so that what is alive fits about kAtOnce.
+  // A group of key heads at a time, so that what is alive fits about kAtOnce bytes: `head` counts a
+  // key head's states (3 of K x V a chunk), C x C matrices (9) and rows of K and V (12).
   constexpr double kAtOnce = 2e9;
   const int64_t V = v.size(3), C = chunk_size;
   const double head = (q.scalar_type() == at::kDouble ? 8.0 : 4.0) * ratio * (x.chunks * C) *

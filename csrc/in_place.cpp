@@ -1,7 +1,10 @@
-// What holds for every op that writes a pool, whatever the backend: it has no gradient, autograd
-// learns of its writes, and a negated view is nothing to write through. As kernels that see any
-// op's arguments and send the call on, at keys where torch's own fallbacks would be as slow and
-// wrong.
+// What holds for every op that writes a pool, whatever the backend: it has no gradient, the version
+// counters of what it writes go up, and nothing is written through a negated view.
+//
+// One boxed kernel for each of these, registered for every such op at one dispatch key: it looks at
+// the arguments by their schema and passes the call on to the next key. Without them torch's own
+// fallbacks would stand at these keys; they cost as much and do the wrong thing with arguments that
+// are written and not returned.
 #include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/AutogradState.h>
@@ -24,7 +27,8 @@ void for_each_tensor(const c10::OperatorHandle& op, torch::jit::Stack& stack, Vi
   }
 }
 
-// Above the kernels, so that the wrapped tensors of torch.func and tangents are seen, too.
+// At the key Autograd, above the kernels: the tensors that torch.func wraps, and forward tangents,
+// are still to be seen here.
 void refuse_grad(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                  torch::jit::Stack* stack) {
   const auto& mode = c10::AutogradState::get_tls_state();
@@ -42,8 +46,9 @@ void refuse_grad(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
   op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
 }
 
-// Where torch's own in-place ops do it: what autograd saved of these tensors is gone. A call that
-// is refused has written nothing and counts nothing.
+// At ADInplaceOrView, where torch's own in-place ops do it: autograd then notices, when it needs a
+// tensor it saved, that it has been overwritten. Counted after the call, so that one that is
+// refused, having written nothing, counts nothing. Inference tensors have no counter.
 void count_writes(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                   torch::jit::Stack* stack) {
   c10::SmallVector<at::Tensor, 8> written;
@@ -57,7 +62,9 @@ void count_writes(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
   for (const at::Tensor& t : written) t.unsafeGetTensorImpl()->bump_version();
 }
 
-// torch's fallback writes a copy and then looks for it among the outputs, where ours never is.
+// At Negative: inputs that are negated views are computed, written ones refused. torch's fallback
+// would have the op write a negated copy and look for it among the outputs to copy it back, where a
+// pool never is.
 void resolve_negated(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                      torch::jit::Stack* stack) {
   for_each_tensor(op, *stack, [&](const c10::Argument& argument, c10::IValue& value) {

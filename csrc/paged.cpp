@@ -1,7 +1,8 @@
-// Call forms of serving engines, made of the ops of this library: rows below `first_row` are
-// padding (1: block 0 of the pool is the engine's null block, and index tensors may be longer than
-// the batch), and tensors may come in the engine's shapes. In C++ because views cost more than the
-// dispatch in Python; on the CPU without the dispatcher, where each is a tenth of that.
+// Call forms of serving engines, made of the ops of this library. Blocks below `first_row` are
+// padding (1: block 0 of the pool is the engine's null block), index tensors may be longer than the
+// batch, and other tensors come in the engine's shapes, so that a call is a few views, a shift of
+// the indices and one op. Views made in Python would cost more than the whole op does; on the CPU
+// they are made without the dispatcher too, for a tenth of what they cost through it.
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/MemoryOverlap.h>
@@ -31,8 +32,8 @@ using ConvSignature = Tensor(const Tensor&, const Tensor&, const OptTensor&, Ten
                              const OptTensor&, const OptTensor&, const OptTensor&, const OptTensor&,
                              const std::string&, bool);
 
-// The two ways to make views, to shift rows and to call an op. As ops: tracing, fakes and other
-// backends see each of them.
+// The two ways to make views, to shift rows and to call an op. This one is made of ops, each of
+// which tracing, fakes and other backends see.
 struct Traced {
   static Tensor slice(const Tensor& t, int64_t dim, const SymInt& start, const SymInt& end) {
     return t.slice_symint(dim, start, end);
@@ -54,8 +55,9 @@ struct Traced {
   }
 };
 
-// As the CPU's kernels below autograd do it. The views are of no use to autograd, but nothing that
-// is written here has a gradient (csrc/in_place.cpp, which also counts the writes).
+// The other runs below autograd, on CPU tensors: views are made by hand and the CPU's kernel is
+// called. Autograd knows nothing of such views, but nothing that is written here has a gradient
+// (csrc/in_place.cpp, which has also counted the writes by then).
 struct Direct {
   struct Shape {
     at::DimVector sizes, strides;
@@ -105,7 +107,7 @@ struct Direct {
   static Tensor rows(const char* name, const Tensor& indices, const SymInt& N, int64_t first_row,
                      const SymInt& blocks) {
     if (!indices.is_cpu()) {
-      return Traced::rows(name, indices, N, first_row, blocks);  // for the op to refuse
+      return Traced::rows(name, indices, N, first_row, blocks);  // the op will refuse the device
     }
     at::DimVector sizes(indices.sizes());
     sizes[0] = std::min(sizes[0], N.expect_int());
@@ -115,7 +117,7 @@ struct Direct {
                ? shift<int32_t>(name, indices, first_row, end, shifted)
                : shift<int64_t>(name, indices, first_row, end, shifted);
   }
-  // The op would refuse the same rows, by numbers that the caller has never seen.
+  // Rows outside the pool are refused here: the op would name the shifted number, not the caller's.
   template <class T>
   static Tensor shift(const char* name, const Tensor& indices, int64_t first_row, int64_t blocks,
                       Tensor& shifted) {
@@ -240,7 +242,7 @@ void paged_decode_packed(const Tensor& mixed_qkv, const Tensor& a, const Tensor&
   TORCH_CHECK(H > 0 && H * K * 2 + HV * V == C, name,
               ": mixed_qkv: expected 2*H*K + HV*V columns with HV, V, K = ", HV, ", ", V, ", ", K,
               ", got ", C);
-  // Before anything is written.
+  // `out` is checked before the op writes the pool. A ValueError, as compat's check_out() raises.
   TORCH_CHECK_VALUE(out.dim() == 4 && out.sym_size(0) == B && out.sym_size(1) == 1 &&
                         out.sym_size(2) == HV && out.sym_size(3) == V &&
                         out.device() == mixed_qkv.device(),

@@ -31,7 +31,6 @@ from gdn_ops import windows
 
 H, HV, K, V, W, R, T, P = 2, 6, 8, 4, 4, 5, 3, 7
 C = 2 * H * K + HV * V
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 WINDOW = ("win_k", "win_u", "win_g", "win_fill")
 
 
@@ -231,6 +230,8 @@ def breaks(op: str, args: dict) -> Iterator[tuple[str, str, dict]]:
 def broken_values(op: str, args: dict) -> Iterator[tuple[str, str, dict]]:
     for name in ("state_indices", "read_indices", "write_indices", "edge_rows"):
         if name in args:
+            if op.startswith("chunk_") and args[name].dim() == 1:
+                yield name, "two columns", {**args, name: args[name][:, None].expand(-1, 2)}
             x = args[name].clone()
             x[0] = P
             yield name, "row P", {**args, name: x}
@@ -254,9 +255,7 @@ def broken_values(op: str, args: dict) -> Iterator[tuple[str, str, dict]]:
         for packed in (R + 1, 1 << 24, -1, R << 16):
             fill = args["win_fill"].clone()
             fill[[4, 2]] = packed
-            # A prefill takes fill and head as they come and starts a fresh window from them.
-            if op != "chunk_lowrank":
-                yield "win_fill", hex(packed), {**args, "win_fill": fill}
+            yield "win_fill", hex(packed), {**args, "win_fill": fill}
         many = windows.allocate(P, H, HV, K, V, 64)
         wide = {n: torch.cat([x, x[:, :, :1]], 2) for n, x in zip(WINDOW[:3], many, strict=False)}
         yield "win_k", "R = 65", {**args, **wide}
@@ -282,8 +281,12 @@ def broken_values(op: str, args: dict) -> Iterator[tuple[str, str, dict]]:
 
 
 TOKENS = ("q", "k", "v", "g", "beta", "a", "b", "x", "mixed_qkv", "projected")
-# An argument whose error may name the one that it no longer fits.
-RELATED = ("B", "T", "N", "H", "HV", "K", "V", "C", "D", "W", "L", "R", "tokens", "state_len")
+# How a message names an argument, and what it may say instead: facts about sizes that come from
+# several arguments.
+NAMED = re.compile(r"\b(\w+)(?=:|, \w+:| and \w+ share| requires grad)")
+OF_SEVERAL = re.compile(
+    r": expected (HV to be a multiple of H|1 <= K, V <= \d+|T <= R = \d+|at most \d+ tokens)"
+)
 
 
 def bits(x: Tensor) -> Tensor:
@@ -340,10 +343,9 @@ def attempt(call: Callable, op: str, names: set[str], args: dict) -> str | None:
     except (RuntimeError, ValueError, TypeError) as error:
         message = str(error)
         problem = None
-        words = set(re.findall(r"\w+", message))
         if op not in message:
             problem = f"does not name the op: {message[:200]}"
-        elif not words & (names | set(RELATED)):
+        elif not names & set(NAMED.findall(message)) and not OF_SEVERAL.search(message):
             problem = f"names no argument: {message[:200]}"
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"

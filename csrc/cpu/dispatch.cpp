@@ -1,3 +1,4 @@
+// Which instruction set and which precision are in use, and the memory that kernels ask for.
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
@@ -80,6 +81,16 @@ std::atomic<Precision>& current_precision() {
 
 }  // namespace
 
+static void* allocate(size_t alignment, size_t bytes) {
+  // A whole number of alignments, as aligned_alloc wants it, and never null for none.
+  void* p = std::aligned_alloc(alignment, (bytes / alignment + 1) * alignment);
+  if (!p) throw std::bad_alloc();
+  return p;
+}
+
+ScopedMemory::ScopedMemory(size_t bytes) : data(allocate(64, bytes)) {}
+ScopedMemory::~ScopedMemory() { std::free(data); }
+
 float* thread_scratch(int64_t floats) {
   struct Block {
     float* data = nullptr;
@@ -89,11 +100,9 @@ float* thread_scratch(int64_t floats) {
   thread_local Block block;
   if (floats > block.size) {
     std::free(block.data);
-    block.size = 0;
-    const size_t bytes = (static_cast<size_t>(floats) * sizeof(float) + 4095) / 4096 * 4096;
-    block.data = static_cast<float*>(std::aligned_alloc(4096, bytes));
-    if (!block.data) throw std::bad_alloc();
-    block.size = bytes / sizeof(float);
+    block = {};
+    block.data = static_cast<float*>(allocate(4096, static_cast<size_t>(floats) * sizeof(float)));
+    block.size = floats;
   }
   return block.data;
 }

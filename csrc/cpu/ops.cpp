@@ -33,19 +33,17 @@ Tensor fresh(at::IntArrayRef sizes, const Tensor& like) { return fresh(sizes, li
 
 // Products of a 16-bit state were nowhere measured to pay (docs/cpu.md), so `auto` is exact.
 bool fast_products() { return precision() == Precision::fast; }
-// Those of a chunk did in tiles, and in dot products of AMD's processors, where they are as fast as
-// f32's; on Intel's they take longer than f32 (docs/chunk.md).
-bool fast_chunks_pay() {
-#if defined(__x86_64__)
-  return std::strcmp(kernels().name, "avx512bf16") != 0 || __builtin_cpu_is("amd");
-#else
-  return true;
-#endif
-}
+// Products of a chunk from operands rounded to bf16 paid in AMX tiles, and as dot products on AMD's
+// processors; on Intel's the dot products take longer than f32 ones (docs/chunk.md).
 bool fast_chunks() {
-  static const bool pay = fast_chunks_pay();
+#if defined(__x86_64__)
+  static const bool pays =
+      std::strcmp(kernels().name, "avx512bf16") != 0 || __builtin_cpu_is("amd");
+#else
+  constexpr bool pays = true;
+#endif
   const Precision p = precision();
-  return p == Precision::fast || (p == Precision::automatic && pay);
+  return p == Precision::fast || (p == Precision::automatic && pays);
 }
 
 Tensor run_recurrent(const char* op, const Tensor& q, const Tensor& k, const Tensor& v,
@@ -119,12 +117,7 @@ std::tuple<Tensor, Tensor> conv1d(const Tensor& x, const Tensor& weight, const O
   } else {
     final_state.zero_();
   }
-  a.state.ptr = final_state.data_ptr();
-  a.state.dtype = dtype_of("conv1d", "initial_state", final_state);
-  a.state.P = a.seqs.N;
-  a.state.s_p = final_state.stride(0);
-  a.state.s_c = final_state.stride(1);
-  a.state.s_l = final_state.stride(2);
+  a.state = histories_of("conv1d", "final_state", final_state);
   Tensor y = fresh(x.sizes(), x);
   a.y = view_of(y, 0);
   kernels().short_conv(a, threads());
@@ -204,6 +197,7 @@ Tensor decode(const Tensor& projected, const Tensor& conv_weight, const OptTenso
 void sweep(Tensor& x) {
   TORCH_CHECK(x.is_contiguous(), "sweep: x: expected a contiguous tensor, got strides ",
               x.strides());
+  // Volatile, so that the compiler cannot know that writing x ^ zero back changes nothing.
   static volatile uint32_t zero = 0;
   const int64_t bytes = static_cast<int64_t>(x.nbytes());
   kernels().sweep(static_cast<char*>(x.data_ptr()), bytes, zero, threads());
@@ -214,7 +208,7 @@ Tensor run_window(const char* op, const Tensor& q, const Tensor& k, const Tensor
                   const WindowTensors& window, const SeqTensors& seq, std::optional<double> scale,
                   bool qk_l2norm) {
   RecurrentArgs a = recurrent_args(op, q, k, v, {g, beta}, state, &window, seq, scale, qk_l2norm);
-  check_window_values(op, a, state ? a.window.R : INT64_MAX);
+  check_window_values(op, a.seqs, a.window, state != nullptr, state ? a.window.R : INT64_MAX);
   Tensor out = fresh(v.sizes(), v);
   a.out = view_of(out, a.V);
   kernels().recurrent_window(a, threads());
@@ -252,7 +246,7 @@ void window_flush(Tensor& state, Tensor& win_k, Tensor& win_u, Tensor& win_g, Te
                   const OptTensor& state_indices) {
   const WindowTensors window{win_k, win_u, win_g, win_fill};
   const RecurrentArgs a = window_args("window_flush", &state, &window, win_fill, state_indices);
-  check_window_values("window_flush", a);
+  check_window_values("window_flush", a.seqs, a.window, true);
   kernels().window_flush(a, threads());
   empty_windows(a);
 }
@@ -269,9 +263,9 @@ Tensor run_decode_window(const char* op, const DecodeTensors& t, int64_t num_k_h
                          bool conv_leading) {
   DecodeArgs d = decode_args(op, t, num_k_heads, head_k_dim, seq, scale, qk_l2norm, eps, activation,
                              conv_leading);
-  check_window_values(
-      op, d.recurrent,
-      t.state ? std::min<int64_t>(d.recurrent.window.R, kDecodeTokens) : kDecodeTokens);
+  const Window& w = d.recurrent.window;
+  check_window_values(op, d.recurrent.seqs, w, t.state != nullptr,
+                      t.state ? std::min<int64_t>(w.R, kDecodeTokens) : kDecodeTokens);
   check_conv_values(op, d.front.conv);
   const RecurrentArgs& r = d.recurrent;
   Tensor y = fresh({t.projected.size(0), t.projected.size(1), r.HV * r.V}, t.projected);
@@ -394,7 +388,7 @@ Tensor chunk_lowrank(const Tensor& q, const Tensor& k, const Tensor& v, const Te
       chunk_args("chunk_lowrank", q, k, v, g, beta,
                  {none, nullptr, state_indices, none, has_initial_state, cu_seqlens, none, &window},
                  scale, qk_l2norm, chunk_size);
-  check_values("chunk_lowrank", a.seqs);
+  check_window_values("chunk_lowrank", a.seqs, a.window, false);
   Tensor out = fresh(v.sizes(), v);
   a.out = view_of(out, a.V);
   a.fast = fast_chunks();

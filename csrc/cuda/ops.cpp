@@ -274,20 +274,8 @@ std::tuple<Tensor, Tensor> conv1d_op(const Tensor& x, const Tensor& weight, cons
       conv1d_args("conv1d", x, weight, bias, initial_state, cu_seqlens, activation, state_len);
   const auto dtype = initial_state ? initial_state->scalar_type() : x.scalar_type();
   Tensor final_state = at::empty({a.seqs.N, a.C, a.state.L}, x.options().dtype(dtype));
-  ConvPool kept = a.state;
-  kept.ptr = final_state.data_ptr();
-  kept.dtype = dtype_of("conv1d", "initial_state", final_state);
-  kept.P = a.seqs.N;
-  kept.s_p = final_state.stride(0);
-  kept.s_c = final_state.stride(1);
-  kept.s_l = final_state.stride(2);
-  if (initial_state) {
-    a.state = kept;
-    a.state.ptr = initial_state->data_ptr();
-    a.state.s_p = initial_state->stride(0);
-    a.state.s_c = initial_state->stride(1);
-    a.state.s_l = initial_state->stride(2);
-  }
+  const ConvPool kept = histories_of("conv1d", "final_state", final_state);
+  if (initial_state) a.state = histories_of("conv1d", "initial_state", *initial_state);
   Tensor y = new_output(x, x.sizes());
   a.y = view_of(y, 0);
   launched("conv1d", conv1d(a, kept, stream()));

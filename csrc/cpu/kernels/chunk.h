@@ -192,11 +192,12 @@ struct ChunkKeys {
   ChunkOperands operands;
 };
 
-// Per value head and segment.
+// Per value head and segment (the tokens of a chunk from one cut to the next, see the head of this
+// file).
 struct ChunkHead {
   float *A, *M;         // [n][ld_c]: -beta_i D_ij k_i.k_j (j < i); scale D_ij q_i.k_j (j <= i)
   float* D;             // [ld_c]: the last row of D
-  float *a, *beta, *w;  // [n]
+  float *a, *beta, *w;  // [n]: decays exp(g), betas, products of the decays up to each token
   float *wk, *wq;       // [n]: factors of the products of the old state with k and q
   float *Sk, *Sq;       // [n][kStrip]: those products of the strip at hand, where tiles make them
   float *u, *du;        // [n][kStrip]: u, and D_nj u_j, of the strip at hand
@@ -665,7 +666,8 @@ static void strip_segment(const ChunkArgs& x, const ChunkKeys& s, const ChunkHea
   substitute(h.A, s.ld_c, n, u, error, output);
 }
 
-// One head of a pool row into strips, and back (rounded once).
+// Columns [column, V) of one head of a pool row into strips, and back (rounded once). `buffer`:
+// scratch for a strip the other way round, [kStrip][padded(K)].
 template <class T>
 static void load_strips(const StatePool& pool, int64_t row, int64_t h, int64_t column, int64_t V,
                         int64_t K, float* S, float* buffer) {
@@ -701,25 +703,15 @@ static void store_strips(const StatePool& pool, int64_t row, int64_t h, int64_t 
 }
 static void load_state(const StatePool& pool, int64_t row, int64_t h, int64_t column, int64_t V,
                        int64_t K, float* S, float* buffer) {
-  switch (pool.dtype) {
-    case DType::f32:
-      return load_strips<float>(pool, row, h, column, V, K, S, buffer);
-    case DType::bf16:
-      return load_strips<bf16_t>(pool, row, h, column, V, K, S, buffer);
-    case DType::f16:
-      return load_strips<f16_t>(pool, row, h, column, V, K, S, buffer);
-  }
+  with_type(pool.dtype, [&](auto* type) {
+    load_strips<std::remove_pointer_t<decltype(type)>>(pool, row, h, column, V, K, S, buffer);
+  });
 }
 static void store_state(const StatePool& pool, int64_t row, int64_t h, int64_t column, int64_t V,
                         int64_t K, const float* S, float* buffer) {
-  switch (pool.dtype) {
-    case DType::f32:
-      return store_strips<float>(pool, row, h, column, V, K, S, buffer);
-    case DType::bf16:
-      return store_strips<bf16_t>(pool, row, h, column, V, K, S, buffer);
-    case DType::f16:
-      return store_strips<f16_t>(pool, row, h, column, V, K, S, buffer);
-  }
+  with_type(pool.dtype, [&](auto* type) {
+    store_strips<std::remove_pointer_t<decltype(type)>>(pool, row, h, column, V, K, S, buffer);
+  });
 }
 
 struct ChunkScratch {
@@ -839,7 +831,6 @@ static void chunk_typed(const ChunkArgs& x, const Parallel& parallel) {
     [[maybe_unused]] const ThreadTiles<kTiled<T>> tiles;
     ChunkScratch s;
     const int64_t state_floats = heads * count * strip_floats(x.K);
-    s.S = nullptr;
     float* base = thread_scratch(carve_chunk(nullptr, x, form, state_floats, 1, s));
     carve_chunk(base, x, form, state_floats, 1, s);
     // Sequences differ in length: whoever is free takes the next task.
@@ -957,24 +948,12 @@ static int64_t carve_lowrank(float* base, const ChunkArgs& x, Form form, int64_t
 }
 
 static void load_entry(const void* src, DType dtype, int64_t offset, int64_t n, float* dst) {
-  switch (dtype) {
-    case DType::f32:
-      return widen(static_cast<const float*>(src) + offset, 1, n, dst);
-    case DType::bf16:
-      return widen(static_cast<const bf16_t*>(src) + offset, 1, n, dst);
-    case DType::f16:
-      return widen(static_cast<const f16_t*>(src) + offset, 1, n, dst);
-  }
+  with_type(dtype, [&](auto* type) {
+    widen(static_cast<const std::remove_pointer_t<decltype(type)>*>(src) + offset, 1, n, dst);
+  });
 }
 static void store_entry(void* dst, DType dtype, int64_t offset, int64_t n, const float* src) {
-  switch (dtype) {
-    case DType::f32:
-      return narrow(src, n, static_cast<float*>(dst) + offset);
-    case DType::bf16:
-      return narrow(src, n, static_cast<bf16_t*>(dst) + offset);
-    case DType::f16:
-      return narrow(src, n, static_cast<f16_t*>(dst) + offset);
-  }
+  with_type(dtype, [&](auto* type) { narrow(src, n, static_cast<decltype(type)>(dst) + offset); });
 }
 // x as it reads after being stored.
 static void round_entry(float* x, DType dtype, int64_t n) {
@@ -997,11 +976,10 @@ static void chunk_lowrank_sequence(const ChunkArgs& x, const LowrankScratch& s, 
   const int64_t R = win.R, ratio = x.HV / x.H, h0 = hk * ratio;
   const ChunkKeys& keys = s.chunk.keys;
   const ChunkHead& head = s.chunk.head;
-  const int32_t packed = seq.fresh ? 0 : win.fill[seq.row * win.s_fill];
-  int64_t fill = (packed & 255) < R ? packed & 255 : R;
-  const int64_t oldest = packed >> 16 & 255;
+  const WindowCounts found = unpack_fill(seq.fresh ? 0 : win.fill[seq.row * win.s_fill]);
+  int64_t fill = found.fill;
   for (int64_t i = 0; i < fill; ++i) {
-    const int64_t slot = (oldest + i) % R;
+    const int64_t slot = (found.head + i) % R;
     load_entry(win.k, win.k_dtype, seq.row * win.sk_p + hk * win.sk_h + slot * win.sk_r, x.K,
                s.k + i * keys.ld_k);
     for (int64_t h = 0; h < ratio; ++h) {
@@ -1111,7 +1089,7 @@ static void chunk_lowrank_typed(const ChunkArgs& x, const Parallel& parallel) {
     const int64_t tokens = seq.end - seq.start;
     if (seq.row < 0 || tokens == 0) continue;
     int32_t* fill = x.window.fill + seq.row * x.window.s_fill;
-    const int64_t total = (seq.fresh ? 0 : *fill & 255) + tokens;
+    const int64_t total = (seq.fresh ? 0 : unpack_fill(*fill).fill) + tokens;
     *fill = static_cast<int32_t>(total < x.window.R ? total : x.window.R);
   }
 }

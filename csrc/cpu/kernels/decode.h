@@ -11,8 +11,9 @@ struct DecodeHead {
   const DecodeArgs& a;
   int64_t ratio;
 
-  // Convolution of the key head's channels: taps in, kq out. v rows go to `v` [ratio][T][kMaxRow].
-  // between(i) runs before each of the 2 + ratio groups of channels.
+  // The inputs of the recurrence from the convolution of the key head's channels: keys and queries
+  // of each token to `kq` [T], rows of its value heads to `v` [ratio][T][kMaxRow]. `taps` is
+  // scratch; between(i) runs before each of the 2 + ratio groups of channels.
   template <class Between>
   void inputs(const Sequence& seq, int64_t hk, Taps& taps, KeyQuery* kq, float* v,
               Between between) const {
@@ -63,15 +64,16 @@ struct DecodeHead {
   }
 };
 
-// The state row of a live sequence (conv rows are those of column 0), or -1.
+// A sequence with the row of its state: in a speculative call that of the last accepted token.
 GDN_INLINE Sequence decode_sequence(const DecodeArgs& a, int64_t n) {
   return sequence_of(a.recurrent.seqs, n);
 }
+// The same sequence with its row of the conv pool: that is in column 0 whatever was accepted.
 GDN_INLINE Sequence conv_sequence(const DecodeArgs& a, int64_t n) {
   return sequence_of(a.front.conv.seqs, n, 0);
 }
 
-// Bytes of state asked for during a key head's convolution.
+// Bytes of state that are prefetched during a key head's convolution.
 constexpr int64_t kStateAhead = 32 * 1024;
 
 template <class T>
@@ -79,8 +81,8 @@ static void decode_typed(const DecodeArgs& a, const Parallel& parallel) {
   const RecurrentArgs& r = a.recurrent;
   const DecodeHead head{a, r.HV / r.H};
   const int64_t ratio = head.ratio, tasks = r.seqs.N * r.H;
-  const int64_t most = r.seqs.cu_seqlens.ptr || r.seqs.T > kDecodeTokens ? kDecodeTokens : r.seqs.T;
-  const int64_t v_floats = ratio * most * kMaxRow;  // of one task
+  const int64_t most = r.seqs.cu_seqlens.ptr ? kDecodeTokens : r.seqs.T;  // tokens a sequence
+  const int64_t v_floats = ratio * most * kMaxRow;                        // of one task
 
   auto recur = [&](const Sequence& seq, int64_t n, int64_t h, int64_t first, int64_t rows,
                    const KeyQuery* kq, const float* v, float* o, const T* next) {
@@ -95,7 +97,8 @@ static void decode_typed(const DecodeArgs& a, const Parallel& parallel) {
     recurrent_rows<T>(r.state, r.seqs, seq, {n, h, first, rows}, r.K, source, sink, next);
   };
 
-  // A head's rows of state in the order in which the recurrence walks over them.
+  // Only a head that lies in one piece can be prefetched in the order in which the recurrence walks
+  // over it; of that, the recurrence of the head before has asked for the first `asked` bytes.
   const bool dense = r.state.s_k == 1 && r.state.s_v == r.K;
   const int64_t whole = r.V * r.K * sizeof(T), asked = kPrefetchRows<T> * r.K * sizeof(T);
 
@@ -105,9 +108,10 @@ static void decode_typed(const DecodeArgs& a, const Parallel& parallel) {
       Taps taps;
       float weight[kMaxRow];
       load_params(a.norm_weight, 0, r.V, weight);
-      KeyQuery* kq = static_cast<KeyQuery*>(std::aligned_alloc(64, sizeof(KeyQuery) * most));
-      float* v = static_cast<float*>(std::malloc(sizeof(float) * (v_floats + most * kMaxRow)));
-      float* o = v + v_floats;
+      const ScopedMemory keys(sizeof(KeyQuery) * most);
+      const ScopedMemory values(sizeof(float) * (v_floats + most * kMaxRow));
+      KeyQuery* kq = static_cast<KeyQuery*>(keys.data);
+      float *v = static_cast<float*>(values.data), *o = v + v_floats;
       for (int64_t task = begin; task < end; ++task) {
         const int64_t n = task / r.H, hk = task % r.H;
         const Sequence seq = decode_sequence(a, n), conv = conv_sequence(a, n);
@@ -142,16 +146,15 @@ static void decode_typed(const DecodeArgs& a, const Parallel& parallel) {
           }
         }
       }
-      std::free(v);
-      std::free(kq);
     };
     parallel_for(parallel, tasks, body);
     return;
   }
 
-  KeyQuery* kq = static_cast<KeyQuery*>(std::aligned_alloc(64, sizeof(KeyQuery) * most * tasks));
-  float* v = static_cast<float*>(std::malloc(sizeof(float) * 2 * v_floats * tasks));
-  float* o = v + v_floats * tasks;
+  const ScopedMemory keys(sizeof(KeyQuery) * most * tasks);
+  const ScopedMemory values(sizeof(float) * 2 * v_floats * tasks);
+  KeyQuery* kq = static_cast<KeyQuery*>(keys.data);
+  float *v = static_cast<float*>(values.data), *o = v + v_floats * tasks;
   auto front = [&](int64_t begin, int64_t end) {
     Taps taps;
     for (int64_t task = begin; task < end; ++task) {
@@ -189,17 +192,9 @@ static void decode_typed(const DecodeArgs& a, const Parallel& parallel) {
                   o + task * v_floats + j * kMaxRow, weight);
     }
   }
-  std::free(v);
-  std::free(kq);
 }
 
 static void decode(const DecodeArgs& a, const Parallel& parallel) {
-  switch (a.recurrent.state.dtype) {
-    case DType::f32:
-      return decode_typed<float>(a, parallel);
-    case DType::bf16:
-      return decode_typed<bf16_t>(a, parallel);
-    case DType::f16:
-      return decode_typed<f16_t>(a, parallel);
-  }
+  with_type(a.recurrent.state.dtype,
+            [&](auto* type) { decode_typed<std::remove_pointer_t<decltype(type)>>(a, parallel); });
 }

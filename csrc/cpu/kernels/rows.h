@@ -6,6 +6,19 @@ constexpr DType kDTypeOf = std::is_same_v<T, float>    ? DType::f32
                            : std::is_same_v<T, bf16_t> ? DType::bf16
                                                        : DType::f16;
 
+// body(a null pointer to the element type): for bodies large enough that one choice does not count.
+template <class Body>
+GDN_INLINE void with_type(DType d, Body body) {
+  switch (d) {
+    case DType::f32:
+      return body(static_cast<float*>(nullptr));
+    case DType::bf16:
+      return body(static_cast<bf16_t*>(nullptr));
+    case DType::f16:
+      return body(static_cast<f16_t*>(nullptr));
+  }
+}
+
 constexpr int64_t padded(int64_t n) { return (n + kLanes - 1) / kLanes * kLanes; }
 constexpr int kMaxRow = kMaxHeadDim + 16;  // a row padded to any register
 
@@ -14,6 +27,7 @@ GDN_INLINE const T* element(const View& x, int64_t b, int64_t t, int64_t h) {
   return static_cast<const T*>(x.ptr) + b * x.sb + t * x.st + h * x.sh;
 }
 
+// dst[0, padded(n)) = n elements `stride` apart as floats, zero past the last.
 template <class T>
 GDN_INLINE void widen(const T* src, int64_t stride, int64_t n, float* dst) {
   if (stride == 1) {
@@ -24,7 +38,7 @@ GDN_INLINE void widen(const T* src, int64_t stride, int64_t n, float* dst) {
   }
 }
 
-// dst[0, padded(n)) = the row as floats, zero past n.
+// The same for a row of n elements of a view.
 static void load_row(const View& x, int64_t b, int64_t t, int64_t h, int64_t n, float* dst) {
   switch (x.dtype) {
     case DType::f32:
@@ -42,7 +56,8 @@ GDN_INLINE void narrow(const float* src, int64_t n, T* dst) {
       n, [&](int64_t i, auto lanes) { store_lanes(dst + i, load_lanes(src + i, lanes), lanes); });
 }
 
-// The last dimension of an output is contiguous.
+// n floats to columns [first, first + n) of a row, rounded once. The last dimension of an output is
+// contiguous, so `sd` is not looked at.
 static void store_row(const View& y, int64_t b, int64_t t, int64_t h, int64_t first, int64_t n,
                       const float* src) {
   const int64_t offset = b * y.sb + t * y.st + h * y.sh + first;
@@ -58,7 +73,7 @@ static void store_row(const View& y, int64_t b, int64_t t, int64_t h, int64_t fi
 
 // The view whose column 0 is column `c` of x.
 GDN_INLINE View from_column(View x, int64_t c) {
-  x.ptr = static_cast<char*>(x.ptr) + c * x.sd * (x.dtype == DType::f32 ? 4 : 2);
+  x.ptr = static_cast<char*>(x.ptr) + c * x.sd * size_of(x.dtype);
   return x;
 }
 

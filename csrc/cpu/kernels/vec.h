@@ -72,7 +72,8 @@ GDN_INLINE F sqrt(F x) {
 }
 
 GDN_INLINE F select(I32 mask, F yes, F no) { return mask ? yes : no; }
-// NaN in a is dropped by neither: comparisons are written so that a NaN operand survives.
+// Comparisons with NaN are false, so where either operand is NaN the result is a. Callers put the
+// operand that may be NaN first, and it stays NaN.
 GDN_INLINE F max(F a, F b) {
 #if GDN_SIMD_AVX512
   return _mm512_max_ps(b, a);

@@ -10,7 +10,6 @@
 // more.
 
 constexpr int64_t kSegment = 64;      // tokens whose keys and products are held at a time
-constexpr int kMaxWindow = 64;        // largest R
 constexpr int64_t kLeadBytes = 2048;  // how far ahead a stream of the base asks for its lines
 constexpr int64_t kPageBytes = 4096;
 // Registers of a line that the fold holds, of four lines.
@@ -44,18 +43,6 @@ GDN_INLINE Entries live_entries(const Window& w, const Sequence& seq, bool specu
   if (seq.fresh) return {};
   const WindowCounts c = kept_entries(w.fill[seq.row * w.s_fill], speculative ? seq.accepted : -1);
   return {c.fill, c.head};
-}
-
-template <class Body>
-GDN_INLINE void with_type(DType d, Body body) {
-  switch (d) {
-    case DType::f32:
-      return body(static_cast<float*>(nullptr));
-    case DType::bf16:
-      return body(static_cast<bf16_t*>(nullptr));
-    case DType::f16:
-      return body(static_cast<f16_t*>(nullptr));
-  }
 }
 
 template <class T>
@@ -442,22 +429,21 @@ struct WindowTask {
 
 struct WindowScratch {
   KeyQuery* kq;     // [tokens]
-  float* ring;      // [R][padded(K)]
+  float* ring;      // [R][padded(K)]: keys of the live entries as floats, by slot
   float* folded;    // the same, of the entries that are folded
-  float *dk, *dq;   // [tokens][kMaxWindow]
-  float *P, *Q;     // [tokens][kMaxRow]
-  float* g;         // [ratio][kMaxWindow]
-  float* wu;        // [R][kMaxRow]
-  Entries* before;  // [tokens]
-  void* memory;
+  float *dk, *dq;   // [tokens][kMaxWindow]: products of live keys with each token's key and query
+  float *P, *Q;     // [tokens][kMaxRow]: products of the base with them
+  float* g;         // [ratio][kMaxWindow]: log decays of the entries, by slot
+  float* wu;        // [R][kMaxRow]: updates that are folded, times their weights
+  Entries* before;  // [tokens]: what was live before each
+  ScopedMemory memory;
 
-  WindowScratch(int64_t tokens, int64_t R, int64_t K, int64_t ratio, bool base) {
-    const size_t floats = R * padded(K) + 2 * tokens * kMaxWindow + ratio * kMaxWindow +
-                          (base ? 2 * tokens * kMaxRow + R * (kMaxRow + padded(K)) : 0);
-    const size_t bytes =
-        sizeof(KeyQuery) * tokens + sizeof(float) * floats + sizeof(Entries) * tokens;
-    memory = std::aligned_alloc(64, (bytes + 63) / 64 * 64);
-    kq = static_cast<KeyQuery*>(memory);
+  // `base`: with room for its products and for folding into it.
+  WindowScratch(int64_t tokens, int64_t R, int64_t K, int64_t ratio, bool base)
+      : memory(sizeof(float) * (R * padded(K) + 2 * tokens * kMaxWindow + ratio * kMaxWindow +
+                                (base ? 2 * tokens * kMaxRow + R * (kMaxRow + padded(K)) : 0)) +
+               (sizeof(KeyQuery) + sizeof(Entries)) * tokens) {
+    kq = static_cast<KeyQuery*>(memory.data);
     before = reinterpret_cast<Entries*>(kq + tokens);
     float* f = reinterpret_cast<float*>(before + tokens);
     auto take = [&](int64_t n) {
@@ -474,9 +460,6 @@ struct WindowScratch {
     wu = base ? take(R * kMaxRow) : nullptr;
     folded = base ? take(R * padded(K)) : nullptr;
   }
-  WindowScratch(const WindowScratch&) = delete;
-  WindowScratch& operator=(const WindowScratch&) = delete;
-  ~WindowScratch() { std::free(memory); }
 };
 
 static void load_ring(const Window& w, int64_t row, int64_t hk, const Entries& e, int64_t K,
@@ -845,19 +828,11 @@ static void decode_window(const DecodeArgs& a, const Parallel& parallel) {
   if (most == 0) return;
   const int64_t v_floats = ratio * most * kMaxRow;  // of one key head
   struct Buffers {
-    KeyQuery* kq;
-    float *v, *o;
-    Buffers(int64_t tokens, int64_t floats) {
-      kq = static_cast<KeyQuery*>(std::aligned_alloc(64, sizeof(KeyQuery) * tokens));
-      v = static_cast<float*>(std::malloc(sizeof(float) * 2 * floats));
-      o = v + floats;
-    }
-    Buffers(const Buffers&) = delete;
-    Buffers& operator=(const Buffers&) = delete;
-    ~Buffers() {
-      std::free(v);
-      std::free(kq);
-    }
+    ScopedMemory keys, values;
+    KeyQuery* kq = static_cast<KeyQuery*>(keys.data);
+    float *v = static_cast<float*>(values.data), *o;
+    Buffers(int64_t tokens, int64_t floats)
+        : keys(sizeof(KeyQuery) * tokens), values(sizeof(float) * 2 * floats), o(v + floats) {}
   };
   auto alive = [&](const Sequence& seq, int64_t key) {
     if (seq.row >= 0 && seq.end > seq.start) return true;

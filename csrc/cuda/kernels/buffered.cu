@@ -32,7 +32,6 @@ bool small_offsets(const RecurrentArgs& a) {
 
 const char* window_refusal(const RecurrentArgs& a) {
   if (a.K != 64 && a.K != 128 && a.K != 256) return "K: the CUDA kernels take K = 64, 128, 256";
-  if (a.window.R > kMaxWindow) return "win_k: the CUDA kernels take windows of at most R = 64";
   if (a.state.ptr && !vector_state(a.state)) {
     return "state: the CUDA kernels take a contiguous, 16-byte aligned key axis (layout "
            "[P, HV, V, K])";
@@ -40,9 +39,6 @@ const char* window_refusal(const RecurrentArgs& a) {
   if (!vector_window(a.window)) return "win_k: the CUDA kernels take 16-byte aligned keys";
   if (a.q.ptr && (!vector_view(a.q, 8) || !vector_view(a.k, 8))) {
     return "q, k: the CUDA kernels take a contiguous, 16-byte aligned last axis";
-  }
-  if (a.q.ptr && (a.q.dtype != a.k.dtype || a.q.dtype != a.v.dtype)) {
-    return "q, k, v: the CUDA kernels take one dtype";
   }
   if (!small_offsets(a)) return "strides: the CUDA kernels take offsets below 2^31 inside a row";
   return nullptr;

@@ -16,13 +16,10 @@ unsigned blocks_for(int64_t items, int64_t each, int64_t most = 1 << 20) {
   return static_cast<unsigned>(n < 1 ? 1 : n > most ? most : n);
 }
 
-// Most tokens of one sequence, as far as the host knows.
-int64_t most_tokens(const Sequences& s) { return s.T; }
-
 cudaError_t channels(const ConvArgs& a, const ConvTarget& to, const ConvPool& out,
                      cudaStream_t stream) {
   if (a.seqs.N == 0 || a.C == 0) return cudaSuccess;
-  const int64_t most = most_tokens(a.seqs);
+  const int64_t most = a.seqs.T;  // tokens of a sequence, as far as the host knows
   const bool cut = most > kChunk;
   const int64_t chunk = cut ? kChunk : (most > 0 ? most : 1);
   // blockIdx.z is limited too; longer chunks keep it in bounds.
@@ -190,10 +187,9 @@ cudaError_t conv_gating(const ConvGatingArgs& a, cudaStream_t stream) {
   }
   for (int64_t first = 0; first < c.seqs.N && error == cudaSuccess; first += kMaxGridY) {
     const int64_t count = c.seqs.N - first < kMaxGridY ? c.seqs.N - first : kMaxGridY;
-    error = launch(
-        sequence_gates,
-        dim3(blocks_for(most_tokens(c.seqs) * a.HV, 128, 1024), static_cast<unsigned>(count)),
-        dim3(128), 0, stream, c.seqs, gate, first);
+    error = launch(sequence_gates,
+                   dim3(blocks_for(c.seqs.T * a.HV, 128, 1024), static_cast<unsigned>(count)),
+                   dim3(128), 0, stream, c.seqs, gate, first);
   }
   return error;
 }

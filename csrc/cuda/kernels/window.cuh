@@ -7,7 +7,7 @@
 namespace gdn {
 namespace cuda {
 
-constexpr int kMaxWindow = 64;  // entries a warp can hold, two a lane
+static_assert(kMaxWindow <= 64, "a warp holds the entries of a window, two a lane");
 
 // Where a sequence stands at the start of a call (docs/windows.md), worked out from the fill count,
 // which is replaced once all have read it.
