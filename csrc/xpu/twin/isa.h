@@ -184,18 +184,6 @@ void require_host();
 // Conversions, shared with the scalar side of the twin. Round to nearest even, subnormals kept.
 float half_to_float(uint16_t h);
 uint16_t float_to_half(float f);
-inline float bf16_to_float(uint16_t h) {
-  uint32_t u = static_cast<uint32_t>(h) << 16;
-  float f;
-  std::memcpy(&f, &u, 4);
-  return f;
-}
-inline uint16_t float_to_bf16(float f) {
-  uint32_t u;
-  std::memcpy(&u, &f, 4);
-  if ((u & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>((u >> 16) | 0x40);
-  return static_cast<uint16_t>((u + 0x7fffu + ((u >> 16) & 1)) >> 16);
-}
 
 // The vendor's vector functions that no public assembly spelling exists for.
 Vec vvmerge_l_float32x16(const Vec& a, const Vec& b, Where where);
