@@ -331,9 +331,96 @@ GDN_INLINE void step_few_columns(T* S, int64_t s_k, int64_t K, const TokenInput&
   }
 }
 
+template <int bytes>
+GDN_INLINE void prefetch_lines(const char* p) {
+#pragma GCC unroll 4
+  for (int at = 0; at < bytes; at += 64) prefetch_l2(p + at);
+}
+
+// A head whose K rows of J registers lie one behind the other. The sums of a whole row fit the
+// registers (16 lanes), so the head is read once in memory order for the products and once more,
+// out of L2, for the rewrite.
+//
+// Of 16-bit rows every step of both passes asks for half a row, in memory order and 16 halves
+// ahead. Of 32-bit rows the rewrite, during which memory would rest, asks for two lines of each
+// step, 16 KB, of the next head. The others come by the hardware's prefetcher, which keeps more
+// lines in flight than requests do but starts anew in every page: the products ask for two lines of
+// the page after next.
+template <int J, class T>
+static void step_whole_rows(T* S, int64_t K, const TokenInput& x, const float* v, float* o,
+                            const T* next) {
+  constexpr int64_t width = J * kLanes, row_bytes = width * sizeof(T);
+  constexpr bool narrow_rows = sizeof(T) == 2;
+  constexpr int64_t half = row_bytes / 2, lead = 16;                  // of narrow rows
+  constexpr int64_t line = 64, page = 4096, rows = page / row_bytes;  // of the others
+  const char* here = reinterpret_cast<const char*>(S);
+  const char* after = next ? reinterpret_cast<const char*>(next) : here;  // harmless
+
+  const float *k = x.kq->k, *q = x.kq->q;
+  ColumnSums<J> sums = {};
+  for (int64_t i = 0; i < K; ++i) {
+    const F kv = broadcast(k[i]), qv = broadcast(q[i]);
+    const T* row = S + i * width;
+#pragma GCC unroll 8
+    for (int j = 0; j < J; j += 2) {
+      F a, b;
+      load_split(row + j * kLanes, a, b);
+      sums.k[j] = fma(a, kv, sums.k[j]);
+      sums.q[j] = fma(a, qv, sums.q[j]);
+      sums.k[j + 1] = fma(b, kv, sums.k[j + 1]);
+      sums.q[j + 1] = fma(b, qv, sums.q[j + 1]);
+    }
+    if constexpr (narrow_rows) {
+      const int64_t to = K + i + lead;
+      prefetch_lines<half>(to < 2 * K ? here + to * half : after + (to - 2 * K) * half);
+    } else {
+      const int64_t in_page = i % rows, coming = i - in_page + 2 * rows;
+      if (in_page < 2 && coming < K) {
+        prefetch_lines<line>(here + coming * row_bytes + in_page * line);
+      }
+    }
+  }
+
+  const F decay = broadcast(x.decay), beta = broadcast(x.beta), scale = broadcast(x.scale);
+  const F key_query = broadcast(x.kq->kq);
+  F u[J];
+#pragma GCC unroll 8
+  for (int j = 0; j < J; j += 2) {
+    F v0 = load(v + j * kLanes), v1 = load(v + (j + 1) * kLanes);
+    to_split<T>(v0, v1);
+    u[j] = beta * (v0 - decay * sums.k[j]);
+    u[j + 1] = beta * (v1 - decay * sums.k[j + 1]);
+    F o0 = scale * fma(key_query, u[j], decay * sums.q[j]);
+    F o1 = scale * fma(key_query, u[j + 1], decay * sums.q[j + 1]);
+    from_split<T>(o0, o1);
+    store(o + j * kLanes, o0);
+    store(o + (j + 1) * kLanes, o1);
+  }
+
+  for (int64_t i = 0; i < K; ++i) {
+    const F kv = broadcast(k[i]);
+    T* row = S + i * width;
+#pragma GCC unroll 8
+    for (int j = 0; j < J; j += 2) {
+      F a, b;
+      load_split(row + j * kLanes, a, b);
+      store_split(row + j * kLanes, fma(u[j], kv, decay * a), fma(u[j + 1], kv, decay * b));
+    }
+    if constexpr (narrow_rows) {
+      prefetch_lines<half>(after + (i + lead) * half);
+    } else {
+      prefetch_lines<2 * line>(after + i * 2 * line);
+    }
+  }
+}
+
 template <class T>
 static void step_column_range(T* S, int64_t s_k, int64_t n, int64_t K, const TokenInput& x,
                               const float* v, float* o, const T* next) {
+  if constexpr (kLanes == 16) {
+    if (n == 128 && s_k == 128) return step_whole_rows<8>(S, K, x, v, o, next);
+    if (n == 64 && s_k == 64) return step_whole_rows<4>(S, K, x, v, o, next);
+  }
   constexpr std::integral_constant<int, kLanes> full;
   constexpr int J = kColumnVectors;
   constexpr int64_t block = J * kLanes;

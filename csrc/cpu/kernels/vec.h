@@ -365,6 +365,56 @@ GDN_INLINE void store2(bf16_t* p, F a, F b) {
 }
 #endif
 
+// Two registers at once in the order in which they are cheapest to take apart: even and odd words
+// of bfloat16 in AVX-512, where a shift and a mask widen them, and as they lie otherwise. For
+// values that are treated alike, such as the columns of a row: what goes with them is put into that
+// order once, by to_split.
+template <class T>
+constexpr bool kSplitsWords = std::is_same_v<T, bf16_t> && sizeof(F) == 64;
+template <class T>
+GDN_INLINE void load_split(const T* p, F& a, F& b) {
+  if constexpr (kSplitsWords<T>) {
+    U32 words;
+    __builtin_memcpy(&words, p, sizeof words);
+    a = (F)(words << 16);
+    b = (F)(words & 0xffff0000u);
+  } else {
+    load2(p, a, b);
+  }
+}
+template <class T>
+GDN_INLINE void store_split(T* p, F a, F b) {
+#if GDN_SIMD_AVX512
+  if constexpr (kSplitsWords<T>) {
+#if GDN_SIMD_AVX512BF16
+    const I32 at = lane_numbers() | (lane_numbers() + kLanes) << 16;
+    const __m512i line = _mm512_permutexvar_epi16((__m512i)at, (__m512i)_mm512_cvtne2ps_pbh(b, a));
+#else
+    const U32 line = (rounded_bf16(a) >> 16) | (rounded_bf16(b) & 0xffff0000u);
+#endif
+    __builtin_memcpy(p, &line, sizeof line);
+    return;
+  }
+#endif
+  store2(p, a, b);
+}
+template <class T>
+GDN_INLINE void to_split(F& a, F& b) {
+  if constexpr (kSplitsWords<T>) {
+    const F even = even_of(a, b, Lanes());
+    b = odd_of(a, b, Lanes());
+    a = even;
+  }
+}
+template <class T>
+GDN_INLINE void from_split(F& a, F& b) {
+  if constexpr (kSplitsWords<T>) {
+    const F low = low_of(a, b, Lanes());
+    b = high_of(a, b, Lanes());
+    a = low;
+  }
+}
+
 // kLanes rows of three elements: the columns of the old rows into x, and each row moved down by one
 // with `newest` behind it.
 template <class T>
