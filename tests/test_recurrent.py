@@ -51,6 +51,16 @@ def test_dtypes(act, state, ratio):
               qk_l2norm=True)  # fmt: skip
 
 
+@pytest.mark.parametrize("state", ACTIVATIONS)
+@pytest.mark.parametrize("V", [64, 128])
+def test_transposed_rows_of_whole_registers(V, state):
+    for T in (1, 3):
+        args = make_qkv(3, T, 2, 6, 128, V)
+        pool = make_pool(5, 6, V, 128, dtype=state, transposed=True)
+        check(args, pool, act=torch.float32, state_dtype=state, rows=[4, 0, 2],
+              state_indices=torch.tensor([4, 0, 2]), qk_l2norm=True)  # fmt: skip
+
+
 def test_state_dtype_rounds_once_not_per_token():
     """Eight tokens in one call carry the error of one rounding."""
     args = make_qkv(1, 8, 1, 1, 64, 64)
@@ -134,17 +144,21 @@ def test_empty():
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("T", [1, 5])
-def test_threads_and_neighbours_change_no_bit(T, transposed):
-    args = make_qkv(8, T, 2, 6, 72, 56, dtype=torch.bfloat16)
+@pytest.mark.parametrize(
+    "K, V, state",
+    [(72, 56, torch.float16), *((128, 128, state) for state in ACTIVATIONS)],
+)
+def test_threads_and_neighbours_change_no_bit(K, V, state, T, transposed):
+    args = make_qkv(8, T, 2, 6, K, V, dtype=torch.bfloat16)
 
     def call():
-        pool = make_pool(8, 6, 56, 72, dtype=torch.float16, transposed=transposed)
+        pool = make_pool(8, 6, V, K, dtype=state, transposed=transposed)
         return gdn_ops.recurrent(*args, pool), pool
 
     results = at_thread_counts((1, 2, 3, 7, 64), call)
     for o, pool in results[1:]:
         assert torch.equal(o, results[0][0]) and torch.equal(pool, results[0][1])
-    alone = make_pool(8, 6, 56, 72, dtype=torch.float16, transposed=transposed)
+    alone = make_pool(8, 6, V, K, dtype=state, transposed=transposed)
     part = [x[5:6] for x in args]
     o = gdn_ops.recurrent(*part, alone, torch.tensor([5]))
     assert torch.equal(o, results[0][0][5:6]) and torch.equal(alone[5], results[0][1][5])

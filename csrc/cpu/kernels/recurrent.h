@@ -418,8 +418,8 @@ template <class T>
 static void step_column_range(T* S, int64_t s_k, int64_t n, int64_t K, const TokenInput& x,
                               const float* v, float* o, const T* next) {
   if constexpr (kLanes == 16) {
-    if (n == 128 && s_k == 128) return step_whole_rows<8>(S, K, x, v, o, next);
-    if (n == 64 && s_k == 64) return step_whole_rows<4>(S, K, x, v, o, next);
+    if (n == 128 && s_k == n) return step_whole_rows<8>(S, K, x, v, o, next);
+    if (n == 64 && s_k == n) return step_whole_rows<4>(S, K, x, v, o, next);
   }
   constexpr std::integral_constant<int, kLanes> full;
   constexpr int J = kColumnVectors;

@@ -11,13 +11,16 @@ static void sweep(char* data, int64_t bytes, uint32_t zero, const Parallel& para
   const int64_t half = bytes / (2 * line * parallel.threads) * line;
   const U32 flip = (U32){} + zero;
   auto body = [&](int64_t begin, int64_t end) {
+    // Copies: what is captured may lie under the stores, and would be read again for every line.
+    const U32 mask = flip;
+    const int64_t stream = half;
     for (int64_t task = begin; task < end; ++task) {
-      char* p = data + task * 2 * half;
-      for (int64_t i = 0; i < half; i += sizeof(F)) {
+      char* p = data + task * 2 * stream;
+      for (int64_t i = 0; i < stream; i += sizeof(F)) {
         LooseU32* a = reinterpret_cast<LooseU32*>(p + i);
-        LooseU32* b = reinterpret_cast<LooseU32*>(p + half + i);
-        *a ^= flip;
-        *b ^= flip;
+        LooseU32* b = reinterpret_cast<LooseU32*>(p + stream + i);
+        *a ^= mask;
+        *b ^= mask;
       }
     }
   };
