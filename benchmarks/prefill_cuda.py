@@ -90,7 +90,8 @@ def measure(table, bandwidth, B, T, H, HV, dtype, op):
 def fill(table, bandwidth, args) -> None:
     shapes = ((1, 4096), (1, 16384), (256, 64), (16, 1024))
     bf16, f16, f32 = torch.bfloat16, torch.float16, torch.float32
-    for H, HV, dtypes in ((16, 48, (bf16, f16, f32)), (4, 12, (bf16,))):
+    heads = (16, 48, (bf16, f16, f32)), (8, 24, (bf16,)), (4, 12, (bf16,)), (2, 6, (bf16,))
+    for H, HV, dtypes in heads:
         for dtype, (B, T) in itertools.product(dtypes, shapes):
             for op in ("chunk_prefill", "chunk_lowrank"):
                 measure(table, bandwidth, B, T, H, HV, dtype, op)

@@ -28,10 +28,19 @@ def states(N, HV, V, K, seed=7):
     return torch.randn(N, HV, V, K, generator=torch.Generator().manual_seed(seed))
 
 
+def on_card(form, *args, **kwargs):
+    """The oracle of long sequences in float64 on the card: thousands of small products."""
+    with torch.device("cuda"):
+        return form(*gpu(*args), **dict(zip(kwargs, gpu(*kwargs.values()), strict=True)))
+
+
 def check(args, initial=None, cu=None, factor=1.0, **kwargs):
     """16-bit inputs may go through 16-bit products, so their state is judged as they are."""
     factor *= SLACK[args[0].dtype]
-    want_o, want_s = reference.chunk(*args, initial, cu, **kwargs)
+    if args[0].shape[1] > 1900:
+        want_o, want_s = on_card(reference.chunk, *args, initial, cu, **kwargs)
+    else:
+        want_o, want_s = reference.chunk(*args, initial, cu, **kwargs)
     o, final = ops.chunk(*gpu(*args), *gpu(initial, cu), **kwargs)
     assert o.dtype == args[0].dtype and final.dtype == torch.float32
     assert o.is_contiguous() and final.is_contiguous()
@@ -300,6 +309,163 @@ def test_other_stream():
         got = ops.chunk(*args)
     side.synchronize()
     assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+
+
+# --- sequences cut into segments
+
+
+CUT = 64 * 63 + 1  # tokens of the shortest that is cut where HV * V / 64 is at most 12
+# Sums in tensor cores are cut off, not rounded: what float32 keeps for thousands of tokens drifts,
+# in segments and uncut. Factors of the limit where it fades and where it is kept.
+DRIFT = {torch.float32: 3.0, BF16: 1.0, F16: 1.0}
+KEPT = {torch.float32: 6.0, BF16: 1.0, F16: 1.0}
+
+
+def slow(total, H, HV, K, V, dtype, seed=0, least=None):
+    """Inputs whose state outlives segments, by value heads: kept (float32: fading), fading,
+    short-lived, changing."""
+    q, k, v, g, beta = inputs(1, total, H, HV, K, V, dtype, seed=seed)
+    if least is None:
+        least = 1e-3 if dtype == torch.float32 else 0.0
+    rates = torch.tensor([least, 1e-3, 1.0, 1e-2])[torch.arange(HV) % 4]
+    return q, k, v, g * rates, beta * torch.tensor([0.05, 0.3, 1.0])[torch.arange(HV) % 3]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "T, H, HV, K, V", [(CUT, 1, 2, 128, 128), (6200, 2, 4, 64, 64), (6100, 1, 3, 128, 192),
+                       (7000, 2, 6, 128, 128), (8129, 4, 12, 128, 128), (8200, 8, 24, 64, 64)]
+)  # fmt: skip
+def test_long_sequences(T, H, HV, K, V, dtype):
+    args = slow(T, H, HV, K, V, dtype)
+    check(args, 3 * states(1, HV, V, K), factor=DRIFT[dtype], qk_l2norm=True)
+    if T == 6200:
+        check((args[0], 1.3 * args[1], *args[2:]), factor=DRIFT[dtype])
+        check(args, states(1, HV, V, K), factor=DRIFT[dtype], scale=0.2, chunk_size=128)
+    if T == 6100:
+        check(slow(T, H, HV, K, V, dtype, least=0.0), states(1, HV, V, K), factor=KEPT[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "lengths",
+    [[CUT, 5, 0, 7000, 70, 0, CUT - 1, CUT], [0, 6300], [1] * 30 + [6400] + [0] * 5 + [CUT, 9]],
+)
+def test_long_sequences_among_others(lengths, dtype):
+    """To the bit as in calls of their own, wherever they stand and whoever is beside them."""
+    cu = offsets(lengths)
+    args = slow(sum(lengths), 1, 2, 128, 64, dtype)
+    S = states(len(lengths), 2, 64, 128)
+    o, final = check(args, S, cu, DRIFT[dtype], qk_l2norm=True)
+    device = gpu(*args)
+    for n in range(0, len(lengths), 1 if len(lengths) < 10 else 6):
+        start, end = cu[n].item(), cu[n + 1].item()
+        alone, final_n = ops.chunk(*[x[:, start:end] for x in device], S[n : n + 1].cuda(),
+                                   qk_l2norm=True)  # fmt: skip
+        assert torch.equal(o[:, start:end], alone) and torch.equal(final[n], final_n[0])
+    again = ops.chunk(*device, S.cuda(), cu.long().cuda(), qk_l2norm=True)
+    assert torch.equal(again[0], o) and torch.equal(again[1], final)
+
+
+def test_long_sequences_in_a_batch():
+    two = (slow(6100, 1, 2, 64, 64, BF16, seed=seed) for seed in range(2))
+    args = gpu(*(torch.cat(pair) for pair in zip(*two, strict=True)))
+    S = states(2, 2, 64, 64).cuda()
+    o, final = ops.chunk(*args, S)
+    for n in range(2):
+        alone = ops.chunk(*[x[n : n + 1] for x in args], S[n : n + 1])
+        assert torch.equal(alone[0], o[n : n + 1]) and torch.equal(alone[1], final[n : n + 1])
+    cu = torch.tensor([0, 6100, 12200], device="cuda")
+    flat = ops.chunk(*[x.flatten(0, 1)[None] for x in args], S, cu)
+    assert torch.equal(flat[0].view_as(o), o) and torch.equal(flat[1], final)
+
+
+@pytest.mark.parametrize("kind", EXTREMES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_long_sequences_at_extreme_gates(kind, dtype):
+    """Now and then, so that some segments cut and others do not."""
+    q, k, v, g, beta = slow(6100, 1, 2, 64, 64, dtype)
+    short = extreme(kind, 130, 2)
+    for start in (300, 1000, 2500, 5000):
+        g[:, start : start + 130] = short
+    check((q, k, v, g, beta), states(1, 2, 64, 64))
+    g = short[:, :64].repeat(1, 96, 1)[:, :6100].contiguous()
+    check((q, k, v, g, beta), states(1, 2, 64, 64), factor=KEPT[dtype] if kind == "zero" else 1.0)
+
+
+@pytest.mark.parametrize("where", [0, 64, 2560, 5952])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_long_sequences_do_not_mix(dtype, where):
+    """An infinite or NaN row of the initial state, and NaN values, stay in their row of V; a decay
+    of zero ends what the state held."""
+    args = gpu(*slow(6100, 1, 2, 64, 64, dtype))
+    S = states(1, 2, 64, 64).cuda()
+    values = args[2].clone()
+    poisoned = S.clone()
+    poisoned[:, :, 5], poisoned[:, :, 9] = math.nan, math.inf
+    args[2][:, 3000, :, 40] = math.nan
+    bad, rest = [5, 9, 40], [i for i in range(64) if i not in (5, 9, 40)]
+    results = [(ops.chunk(*args, poisoned), ops.chunk(*args, S), rest, 0)]
+    assert results[0][0][1][:, :, bad].isnan().all()
+    args[2].copy_(values)
+    args[3][:, where] = -math.inf
+    results.append((ops.chunk(*args, poisoned), ops.chunk(*args, S), list(range(64)), where))
+    for got, want, rows, start in results:
+        for name, x, y in (("o", got[0][:, start:][..., rows], want[0][:, start:][..., rows]),
+                           ("final state", got[1][:, :, rows], want[1][:, :, rows])):  # fmt: skip
+            # float16 factors are scaled when a row of their warp needs it.
+            assert torch.equal(x, y) if dtype == BF16 else close(name, x, y, dtype) is None
+
+
+@pytest.mark.parametrize("layout", ["vk", "kv"])
+@pytest.mark.parametrize("pool_dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_prefill_rows_of_long_sequences(dtype, pool_dtype, layout):
+    """In place and elsewhere, fresh and padding rows, edges in several segments."""
+    lengths = [4100, 70, 5500, 4200, CUT]
+    args = slow(sum(lengths), 1, 2, 64, 64, dtype)
+    start = pool(12, 2, 64, 64, pool_dtype, layout)
+    start[4] = math.nan  # read by nobody
+    rows = {
+        "read_indices": torch.tensor([1, 1, 3, -1, 4]),
+        "write_indices": torch.tensor([2, 6, 3, 9, 8]),
+        "has_initial_state": torch.tensor([True, True, True, True, False]),
+        "cu_seqlens": offsets(lengths),
+        "edge_rows": torch.full((5, 48), -1),
+    }
+    for n, edge, row in ((0, 0, 5), (0, 31, 7), (2, 20, 10), (3, 3, 0), (4, 30, 11), (4, 31, 0)):
+        rows["edge_rows"][n, edge] = row
+    want_o, want = on_card(reference.chunk_prefill, *args, start, **rows, chunk_size=128)
+    device = start.cuda()
+    if layout == "kv":
+        device = start.transpose(2, 3).contiguous().cuda().transpose(2, 3)
+    o = ops.chunk_prefill(
+        *gpu(*args), device, **{k: x.cuda() for k, x in rows.items()}, chunk_size=128
+    )
+    close("o", o, want_o, dtype, SLACK[dtype])
+    written = [2, 3, 5, 6, 7, 8, 10, 11]
+    worse = max(dtype, pool_dtype, key=lambda d: torch.finfo(d).eps)
+    close("pool", device[written], want[written], worse, SLACK[worse])
+    others = [0, 1, 4, 9]
+    assert torch.equal(device[others].cpu().nan_to_num(7.0), start[others].nan_to_num(7.0))
+    assert (o[:, 9670:13870] == 0).all()
+
+
+def test_long_sequences_captured():
+    """A call captured with short sequences, replayed with long ones, equals the eager call."""
+    args = gpu(*slow(15000, 1, 2, 128, 128, BF16))
+    S = states(3, 2, 128, 128).cuda()
+    cu = torch.tensor([0, 5000, 10000, 15000], device="cuda")
+    ops.chunk(*args, S, cu)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = ops.chunk(*args, S, cu)
+    for lengths in ([7000, 10, 7990], [0, 15000, 0], [5000, 4000, 6000]):
+        cu.copy_(offsets(lengths))
+        graph.replay()
+        want = ops.chunk(*args, S, cu)
+        assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
 
 
 # --- low rank

@@ -32,9 +32,21 @@ auto with_format(const ChunkArgs& a, Call&& call) {
          : a.q.dtype == DType::bf16 ? with_keys(bf16())
                                     : with_keys(f16());
 }
+// The scan of all segments but the first fills a card of 132 multiprocessors once, with blocks
+// alone on theirs. Shorter sequences than these would make a call of 16384 tokens slower.
+Segments segments_of(const ChunkArgs& a) {
+  constexpr int64_t kBlocks = 132, kMost = 12, kLeast = 64;
+  Segments s;
+  if (a.window.fill || !products_can(a)) return s;
+  const int64_t slices = a.HV * (a.V / kScanRows), most = kBlocks / slices + 1;
+  if (most < 3) return s;  // the first is on its way while others, but the last, are prepared
+  s.most = static_cast<int>(most < kMost ? most : kMost);
+  s.chunks = slices * 16 / 3 < kLeast ? kLeast : slices * 16 / 3;
+  return s;
+}
 struct Scratch {
-  size_t factors = 0, keys = 0, decays = 0, updates = 0;
-  size_t all() const { return factors + keys + decays + updates; }
+  size_t factors = 0, keys = 0, decays = 0, updates = 0, starts = 0, steps = 0, dropped = 0;
+  size_t all() const { return factors + keys + decays + updates + starts + steps + dropped; }
 };
 Scratch scratch_of(const ChunkArgs& a) {
   Scratch s;
@@ -50,6 +62,11 @@ Scratch scratch_of(const ChunkArgs& a) {
         s.keys = slots * a.H * 2 * Form::template key_bytes<k()>();
       }
     });
+    const Segments segments = segments_of(a);
+    const size_t heads = static_cast<size_t>(places_of(a, segments)) * segments.most * a.HV;
+    s.starts = heads * a.V * a.K * 4;
+    s.steps = heads * a.K * a.K * 4;
+    s.dropped = heads * 4;
   } else if (a.window.fill) {
     s.updates = static_cast<size_t>(a.seqs.N) * a.HV * a.window.R * a.V * 4;
   }
@@ -94,6 +111,11 @@ cudaError_t chunk(const ChunkArgs& a, void* workspace, cudaStream_t stream) {
   x.keys = x.factors + s.factors;
   x.decays = reinterpret_cast<float*>(x.keys + s.keys);
   x.updates = x.decays + s.decays / 4;
+  x.starts = x.updates + s.updates / 4;
+  x.steps = x.starts + s.starts / 4;
+  x.dropped = reinterpret_cast<uint32_t*>(x.steps + s.steps / 4);
+  x.segments = segments_of(a);
+  x.places = places_of(a, x.segments);
   x.slots = slots_of(a);
   x.chunks = (a.seqs.T + kChunk - 1) / kChunk;
   x.ratio = FastDiv(static_cast<uint32_t>(a.HV / a.H));

@@ -55,12 +55,30 @@ struct Format {
   }
 };
 
+// Where a layer has few value heads, the state's way through a long sequence would leave most of
+// the card idle, so such a sequence is cut into segments. Whether and where depends on its own
+// length and on the heads alone: its bits are those of a call of its own.
+struct Segments {
+  int most = 1;                       // of a sequence; 1: none is cut
+  int64_t chunks = 0;                 // a sequence of fewer is not cut
+  static constexpr int kChunks = 21;  // of a segment, at least
+  // Less than a sequence has that is cut.
+  __host__ __device__ int64_t tokens() const { return (chunks - 1) * kChunk; }
+};
+
 struct ChunkLayout {
   unsigned char* factors = nullptr;  // [slots][HV][Format::kBytes]
   unsigned char* keys = nullptr;     // two parts or low rank: [slots][H][keys, queries]
   float* decays = nullptr;           // low rank: [slots][HV][64], those of first chunks
   float* beta = nullptr;             // backward: [slots][HV][64]; the inverse is then without it
   float* updates = nullptr;          // low rank by tokens: [N][HV][R][V], token p at p % R
+  Segments segments;
+  // Segments of a sequence that has a place of its own among `places`:
+  float* starts = nullptr;      // [places][HV][most][V][K]: the state before each
+  float* steps = nullptr;       // [places][HV][most][K][K]: what multiplies it up to the next
+  uint32_t* dropped = nullptr;  // [places][HV][most]: whether nothing of it is left then
+  int64_t places = 0;
+  int from_segment = 0, count_segments = 0;  // which of them a scan takes, of each place
   int64_t slots = 0;
   int64_t chunks = 0;                                // of every sequence, without cu_seqlens
   int64_t first = 0;                                 // sequence of blockIdx.y == 0
@@ -68,14 +86,24 @@ struct ChunkLayout {
   bool read_vectors = false, write_vectors = false;  // pools may be read in 16-byte pieces
   bool window_vectors = false;  // keys and updates of the window may be read four at a time
   bool window_beside = false;   // chunk_window may run beside the kernel before it
+  bool scan_beside = false;     // the next kernel may run beside this scan
 };
 
 // For inputs of type IN; instantiated in files of their own (chunk_launch.cuh).
 template <class IN, int K>
 cudaError_t chunk_products(const ChunkArgs& a, const ChunkLayout& x, cudaStream_t stream);
+// The states before segments, from what chunk_scan made of each.
+cudaError_t join_segments(const ChunkArgs& a, const ChunkLayout& x, cudaStream_t stream);
 // The second kernel of the low-rank form.
 template <class IN>
 cudaError_t lowrank_scan(const ChunkArgs& a, const ChunkLayout& x, cudaStream_t stream);
+
+// Sequences that are cut, at most: the places that hold their segments.
+inline int64_t places_of(const ChunkArgs& a, const Segments& s) {
+  if (s.most == 1 || a.seqs.T <= s.tokens()) return 0;
+  const int64_t by_start = a.seqs.T / s.tokens();
+  return a.seqs.cu_seqlens.ptr && by_start < a.seqs.N ? by_start : a.seqs.N;
+}
 
 // Low rank: entries of the window that there is room for, a multiple of 16.
 __host__ __device__ constexpr int window_room(int64_t R) { return R <= 16 ? 16 : kChunk; }
@@ -89,6 +117,24 @@ __device__ __forceinline__ int64_t first_slot(const ChunkArgs& a, const ChunkLay
 __device__ __forceinline__ int64_t clipped(const Sequences& s, int64_t n) {
   const int64_t t = at(s.cu_seqlens, n);
   return t < 0 ? 0 : t > s.T ? s.T : t;
+}
+
+// The largest n of which before(n) is true, 0 if it is of none, where it is of all up to one; 32
+// candidates at a time, by all lanes of a warp.
+template <class Before>
+__device__ __forceinline__ int64_t last_sequence(const Sequences& s, Before&& before) {
+  const int lane = threadIdx.x & 31;
+  int64_t low = 0, count = s.N;
+  while (count > 1) {
+    const int64_t step = (count + 31) / 32, n = low + lane * step;
+    const bool is = n < low + count && before(n);
+    const unsigned found = __ballot_sync(kFullMask, is);
+    const int last = found ? 31 - __clz(found) : 0;
+    const int64_t past = low + count;
+    low += last * step;
+    count = past - low < step ? past - low : step;
+  }
+  return low;
 }
 
 struct OwnedChunk {
@@ -107,18 +153,8 @@ __device__ __forceinline__ OwnedChunk chunk_of_slot(const ChunkArgs& a, const Ch
     r.first = r.start == 0;
     end = a.seqs.T;
   } else {
-    // Largest n whose first slot is not above `slot`, 32 candidates at a time.
-    const int lane = threadIdx.x & 31;
-    int64_t low = 0, count = a.seqs.N;
-    while (count > 1) {
-      const int64_t step = (count + 31) / 32, n = low + lane * step;
-      const bool below = n < low + count && clipped(a.seqs, n) / kChunk + n <= slot;
-      const unsigned found = __ballot_sync(kFullMask, below);
-      const int last = found ? 31 - __clz(found) : 0;
-      const int64_t past = low + count;
-      low += last * step;
-      count = past - low < step ? past - low : step;
-    }
+    const int64_t low =
+        last_sequence(a.seqs, [&](int64_t n) { return clipped(a.seqs, n) / kChunk + n <= slot; });
     const int64_t start = clipped(a.seqs, low);
     end = clipped(a.seqs, low + 1);
     r.n = low;
@@ -128,6 +164,84 @@ __device__ __forceinline__ OwnedChunk chunk_of_slot(const ChunkArgs& a, const Ch
   }
   const int64_t left = end - r.start;
   r.tokens = left <= 0 ? 0 : left < kChunk ? static_cast<int>(left) : kChunk;
+  return r;
+}
+
+// The end of a block that has nothing to do. One of them waits, so that the kernel does not end
+// before the one that it comes after.
+__device__ __forceinline__ void leave() {
+  if (blockIdx.x == 0 && blockIdx.y == 0) wait_for_previous_kernel();
+}
+
+// What a block takes of a sequence: all of it, or a segment.
+struct Stretch {
+  Sequence seq;             // its own tokens
+  int64_t n = 0;            // the sequence
+  int64_t before = 0;       // tokens of the sequence before them
+  int64_t first_chunk = 0;  // its slot
+  int64_t place = 0;        // of a sequence that is cut
+  int segment = -1, segments = 0;
+  bool empty = false;  // nothing to do here
+
+  __device__ __forceinline__ int64_t tokens() const {
+    return seq.end > seq.start ? seq.end - seq.start : 0;
+  }
+  __device__ __forceinline__ bool last() const { return segment + 1 >= segments; }
+  // The float32 state [rows][K] of a segment of value head `hv`.
+  __device__ __forceinline__ float* state(float* states, const ChunkArgs& a, const ChunkLayout& x,
+                                          int64_t hv, int segment, int64_t rows) const {
+    return states + ((place * a.HV + hv) * x.segments.most + segment) * rows * a.K;
+  }
+  __device__ __forceinline__ uint32_t& dropped(const ChunkArgs& a, const ChunkLayout& x, int64_t hv,
+                                               int segment) const {
+    return x.dropped[(place * a.HV + hv) * x.segments.most + segment];
+  }
+};
+__device__ __forceinline__ int64_t chunks_of(int64_t tokens) {
+  return (tokens + kChunk - 1) / kChunk;
+}
+// The sequence at a place, all of its tokens; `empty` where none is cut there.
+__device__ __forceinline__ Stretch cut_sequence(const ChunkArgs& a, const ChunkLayout& x,
+                                                int64_t place) {
+  Stretch r;
+  r.n = r.place = place;
+  // Two sequences that are cut start further apart than the tokens that make one of them.
+  const bool by_start = x.places != a.seqs.N;
+  const int64_t tokens = x.segments.tokens();
+  if (by_start) {
+    r.n = last_sequence(a.seqs, [&](int64_t n) { return clipped(a.seqs, n) / tokens <= place; });
+  }
+  r.seq = device_sequence(a.seqs, r.n);
+  r.empty = r.tokens() <= tokens || (by_start && r.seq.start / tokens != place);
+  return r;
+}
+// Index `index` of the grid of a scan: the segments it takes of all places, then, beside the first
+// ones, the sequences.
+__device__ __forceinline__ Stretch stretch_of(const ChunkArgs& a, const ChunkLayout& x,
+                                              int64_t index) {
+  const int64_t pieces = x.places * x.count_segments;
+  Stretch r;
+  if (index >= pieces) {
+    r.n = index - pieces;
+    r.seq = device_sequence(a.seqs, r.n);
+    r.first_chunk = first_slot(a, x, r.n, r.seq.start);
+    r.empty = x.places > 0 && r.tokens() > x.segments.tokens();
+    return r;
+  }
+  const int64_t place = static_cast<uint32_t>(index) / static_cast<uint32_t>(x.count_segments);
+  r = cut_sequence(a, x, place);
+  if (r.empty) return r;
+  r.segment = x.from_segment + static_cast<int>(index - place * x.count_segments);
+  const int64_t chunks = chunks_of(r.tokens());
+  const int64_t most = chunks / Segments::kChunks;
+  const int64_t count = most < x.segments.most ? most : x.segments.most;
+  const int64_t each = (chunks + count - 1) / count;
+  r.segments = static_cast<int>((chunks + each - 1) / each);
+  r.empty = r.segment >= r.segments;
+  r.first_chunk = first_slot(a, x, r.n, r.seq.start) + r.segment * each;
+  r.before = r.segment * each * kChunk;
+  r.seq.start += r.before;
+  if (!r.last()) r.seq.end = r.seq.start + each * kChunk;
   return r;
 }
 

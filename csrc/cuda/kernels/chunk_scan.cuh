@@ -25,40 +25,43 @@ enum class Scan {
   ahead,    // fetches the next chunk while it works on one; plain pools
   among,    // one chunk at a time, others fill the wait; plain pools
   general,  // the same over any pools
+  through,  // no outputs: what a segment of a sequence that is cut makes of a state
 };
-template <Scan KIND>
+template <Scan KIND, int PARTS>
 struct ScanShape {
-  static constexpr bool kHelpers = KIND == Scan::lone;
-  static constexpr int kStages = kHelpers ? 3 : KIND == Scan::ahead ? 2 : 1;
+  static constexpr bool kHelpers = KIND == Scan::lone, kOutputs = KIND != Scan::through;
+  static constexpr bool kThree = kHelpers || (KIND == Scan::through && PARTS == 1);
+  static constexpr int kStages = kThree ? 3 : KIND == Scan::ahead ? 2 : 1;
   static constexpr int kThreads = kHelpers ? 256 : 128;
 };
 
 // ENTRIES: 0, or low rank with a window of at most so many.
 template <class IN, int K, Scan KIND, int ENTRIES>
 constexpr int scan_blocks() {  // a multiprocessor, at least
-  if (ScanShape<KIND>::kHelpers) return 1;
+  if (ScanShape<KIND, 1>::kHelpers) return 1;
   if (ENTRIES == 0) return 2;
   return (ENTRIES == 16 ? 3 : 2) + (Format<IN>::kParts == 1);
 }
 
-template <class IN, int K, int ENTRIES>
+template <class IN, int K, int ENTRIES, bool OUTPUTS = true>
 struct ScanShared {
   using Form = Format<IN>;
   // Low rank: what takes the place of keys and queries, see Format::gram_bytes.
   static constexpr int kKeys = ENTRIES ? Form::gram_bytes(ENTRIES) : Form::template key_bytes<K>();
-  static constexpr int kQueries = kKeys, kValues = 2 * kKeys;
+  // Without outputs there are no queries and no mixing panel.
+  static constexpr int kQueries = kKeys, kValues = OUTPUTS ? 2 * kKeys : kKeys;
   static constexpr int kFactors = kValues + Form::kParts * kPanelBytes;
   static constexpr int kMixing = kFactors + Form::kMixing;
-  static constexpr int kVectors = kFactors + Form::kVectors;
+  static constexpr int kVectors = OUTPUTS ? kFactors + Form::kVectors : kMixing;
   static constexpr int kStage = kVectors + 1024;  // panels start at multiples of 1024
   template <Scan KIND>
-  static constexpr bool kStaged =
-      ENTRIES == 0 && KIND != Scan::ahead && (Form::kParts == 1 || KIND == Scan::general);
+  static constexpr bool kStaged = ENTRIES == 0 && OUTPUTS && KIND != Scan::ahead &&
+                                  (Form::kParts == 1 || KIND == Scan::general);
   // Behind the stages: with helpers two panels of outputs; the state on its way, 64 rows of K
   // floats.
   template <Scan KIND>
-  static constexpr int kOwned =
-      ScanShape<KIND>::kStages * kStage + (ScanShape<KIND>::kHelpers ? 2 * kPanelBytes : 0);
+  static constexpr int kOwned = ScanShape<KIND, Form::kParts>::kStages * kStage +
+                                (ScanShape<KIND, Form::kParts>::kHelpers ? 2 * kPanelBytes : 0);
   template <Scan KIND>
   static constexpr int kBytes = kOwned<KIND> + (kStaged<KIND> ? kScanRows * K * 4 : 0);
 };
@@ -241,17 +244,20 @@ __device__ __forceinline__ void row_most(float (&most)[2], const float (&c)[N][4
   }
 }
 
-template <class IN, int K, Scan KIND, int ENTRIES>
-__global__ void __launch_bounds__(ScanShape<KIND>::kThreads, scan_blocks<IN, K, KIND, ENTRIES>())
+// CUT: sequences may be cut into segments.
+template <class IN, int K, Scan KIND, int ENTRIES, bool CUT>
+__global__ void __launch_bounds__(ScanShape<KIND, 1>::kThreads, scan_blocks<IN, K, KIND, ENTRIES>())
     chunk_scan(const __grid_constant__ ChunkArgs a, const __grid_constant__ ChunkLayout layout) {
   using Form = Format<IN>;
-  using Shared = ScanShared<IN, K, ENTRIES>;
+  using Shape = ScanShape<KIND, Form::kParts>;
+  constexpr bool OUTPUTS = Shape::kOutputs;
+  using Shared = ScanShared<IN, K, ENTRIES, OUTPUTS>;
   using T = typename Form::T;
   extern __shared__ __align__(1024) unsigned char shared[];
   constexpr int PARTS = Form::kParts;
   constexpr bool SCALED = Form::kScaled;
-  constexpr bool HELPERS = ScanShape<KIND>::kHelpers;
-  constexpr int STAGES = ScanShape<KIND>::kStages;
+  constexpr bool HELPERS = Shape::kHelpers;
+  constexpr int STAGES = Shape::kStages;
   constexpr bool LOWRANK = ENTRIES > 0;
   constexpr bool STAGED = Shared::template kStaged<KIND>;
   constexpr bool ANY = KIND == Scan::lone || KIND == Scan::general;  // pools of any layout
@@ -267,12 +273,49 @@ __global__ void __launch_bounds__(ScanShape<KIND>::kThreads, scan_blocks<IN, K, 
   // for divergent would wait for one another.
   const bool helper = HELPERS && uniform(threadIdx.x >> 7) == 1, copies = helper || !HELPERS;
   const int warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
-  const int slices = static_cast<int>(a.V) / kScanRows;
-  const int hv = blockIdx.x / slices, v0 = (blockIdx.x - hv * slices) * kScanRows;
+  // Without outputs two things are taken through a segment: rows of V from zero, and, with values
+  // of zero, those of the identity.
+  const int values_slices = static_cast<int>(a.V) / kScanRows;
+  const int slices = values_slices + (OUTPUTS ? 0 : K / kScanRows);
+  const int hv = blockIdx.x / slices, slice = blockIdx.x - hv * slices;
+  const bool identity = !OUTPUTS && slice >= values_slices;
+  const int v0 = (identity ? slice - values_slices : slice) * kScanRows;
   const int hk = layout.ratio(hv);
-  const int64_t n = layout.first + blockIdx.y;
-  const Sequence seq = device_sequence(a.seqs, n);
-  const int64_t length = seq.end > seq.start ? seq.end - seq.start : 0;
+  Stretch own;
+  if constexpr (!CUT) {
+    own.n = layout.first + blockIdx.y;
+    own.seq = device_sequence(a.seqs, own.n);
+    own.first_chunk = first_slot(a, layout, own.n, own.seq.start);
+  } else {
+    own = stretch_of(a, layout, layout.first + blockIdx.y);
+    if (!OUTPUTS && own.last()) own.empty = true;  // nobody wants its end
+  }
+  const Sequence& seq = own.seq;
+  if (CUT && (own.empty || (!OUTPUTS && seq.row < 0))) return leave();
+  const auto kept_row = [&](int64_t row) { return row >= 0 && row < a.write.P ? row : -1; };
+  // What is wanted again where a state is stored: registers are few until then. One part leaves
+  // room behind the vectors of a stage.
+  struct Later {
+    int n, row, before;
+  };
+  constexpr int HAND_ON = -2;  // to the segment after the first one
+  constexpr bool ASIDE = PARTS == 1 && OUTPUTS && CUT;
+  static_assert(!ASIDE || Form::kFloats * 4 + sizeof(Later) <= 1024, "there is room");
+  Later* const aside = reinterpret_cast<Later*>(shared + Shared::kVectors + Form::kFloats * 4);
+  Later kept_here = {};
+  if constexpr (OUTPUTS && CUT) {
+    if (!ASIDE || threadIdx.x == 0) {
+      const int64_t row = a.write_indices.ptr ? at(a.write_indices, own.n) : seq.row;
+      kept_here = {static_cast<int>(own.n),
+                   own.last()         ? static_cast<int>(kept_row(row))
+                   : own.segment == 0 ? HAND_ON
+                                      : -1,
+                   static_cast<int>(own.before)};
+      if (ASIDE) *aside = kept_here;
+    }
+  }
+  const Later& later = ASIDE ? *aside : kept_here;
+  const int64_t length = own.tokens();
   const int chunks = static_cast<int>((length + kChunk - 1) / kChunk);
   constexpr int OUT_PIECES = PARTS * 8;  // of 16 bytes, 64 columns
   IN* const out = static_cast<IN*>(a.out.ptr) + offset_of(a.out, seq.b, seq.start, hv) + v0;
@@ -289,7 +332,7 @@ __global__ void __launch_bounds__(ScanShape<KIND>::kThreads, scan_blocks<IN, K, 
   const IN* const k = static_cast<const IN*>(a.k.ptr) + offset_of(a.k, seq.b, seq.start, hk);
   const IN* const q = static_cast<const IN*>(a.q.ptr) + offset_of(a.q, seq.b, seq.start, hk);
   const IN* const v = static_cast<const IN*>(a.v.ptr) + offset_of(a.v, seq.b, seq.start, hv) + v0;
-  const int64_t first_chunk = first_slot(a, layout, n, seq.start);
+  const int64_t first_chunk = own.first_chunk;
   const unsigned char* const factors = layout.factors + (first_chunk * a.HV + hv) * Form::kBytes;
   const unsigned char* const keys = layout.keys + (first_chunk * a.H + hk) * 2 * Shared::kKeys;
   const uint32_t base = shared_address(shared);
@@ -308,17 +351,26 @@ __global__ void __launch_bounds__(ScanShape<KIND>::kThreads, scan_blocks<IN, K, 
     const int tokens = length - done < kChunk ? static_cast<int>(length - done) : kChunk;
     if constexpr (PARTS == 1 && !LOWRANK) {
       copy_rows<K / 8>(stage, k + done * a.k.st, a.k.st, tokens, thread);
-      copy_rows<K / 8>(stage + Shared::kQueries, q + done * a.q.st, a.q.st, tokens, thread);
+      if constexpr (OUTPUTS) {
+        copy_rows<K / 8>(stage + Shared::kQueries, q + done * a.q.st, a.q.st, tokens, thread);
+      }
     }
-    copy_values(stage + Shared::kValues, v + done * a.v.st, a.v.st, tokens, thread);
+    copy_values(stage + Shared::kValues, v + done * a.v.st, a.v.st, identity ? 0 : tokens, thread);
   };
   const auto ask_factors = [&](int c, uint32_t stage) {
     if constexpr (PARTS == 2 || LOWRANK) {
       copy_block(stage, keys + static_cast<int64_t>(c) * a.H * 2 * Shared::kKeys,
-                 std::integral_constant<int, 2 * Shared::kKeys>());
+                 std::integral_constant<int, Shared::kValues>());
     }
-    copy_block(stage + Shared::kFactors, factors + static_cast<int64_t>(c) * a.HV * Form::kBytes,
-               std::integral_constant<int, Form::kVectors + Form::kFloats * 4>());
+    const unsigned char* const from = factors + static_cast<int64_t>(c) * a.HV * Form::kBytes;
+    if constexpr (OUTPUTS) {
+      copy_block(stage + Shared::kFactors, from,
+                 std::integral_constant<int, Form::kVectors + Form::kFloats * 4>());
+    } else {
+      copy_block(stage + Shared::kFactors, from, std::integral_constant<int, Form::kMixing>());
+      copy_block(stage + Shared::kVectors, from + Form::kVectors,
+                 std::integral_constant<int, Form::kFloats * 4>());
+    }
   };
 
   const RightLanes lanes(lane);
@@ -460,7 +512,17 @@ __global__ void __launch_bounds__(ScanShape<KIND>::kThreads, scan_blocks<IN, K, 
     }
     if constexpr (SCALED) multiply(s_scale[0].by, s_scale[1].by);
   };
-  const bool read_state = !LOWRANK && a.read.ptr && !seq.fresh && !helper;
+  const bool read_state =
+      OUTPUTS && !LOWRANK && own.segment <= 0 && a.read.ptr && !seq.fresh && !helper;
+  // States of segments lie apart, in float32.
+  const auto rows_of = [](float* from) {
+    StatePool pool;
+    pool.ptr = from;
+    pool.s_v = K;
+    pool.s_k = 1;
+    return pool;
+  };
+  const int64_t row_home = (v0 + 16 * warp + g) * K + 2 * t;
 
   if (!LOWRANK) clear(S.s);
   const int R = LOWRANK ? static_cast<int>(a.window.R) : 1;
@@ -491,8 +553,26 @@ __global__ void __launch_bounds__(ScanShape<KIND>::kThreads, scan_blocks<IN, K, 
   } else if (read_state) {
     S.load(a.read, home(a.read, seq.row, g) + 2 * t * a.read.s_k);
   }
-  wait_for_previous_kernel();
-  if (LOWRANK) let_next_kernel_start();  // chunk_window
+  // Without outputs: beside the scan of the first segments, which lets this one in when the first
+  // kernel has ended; then it waits at its end only, for the kernel after it.
+  if (OUTPUTS) wait_for_previous_kernel();
+  if (LOWRANK || (CUT && layout.scan_beside)) let_next_kernel_start();  // chunk_window or segments
+  if constexpr (!OUTPUTS) {
+    if (identity) {
+      const int row = v0 + 16 * warp + g;
+#pragma unroll
+      for (int p = 0; p < K / 8; p++) {
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+          S.s[p][e] = row + 8 * (e >> 1) == 8 * p + 2 * t + (e & 1) ? 1.f : 0.f;
+        }
+      }
+    }
+    rescale();
+  } else if (CUT && own.segment > 0 && !helper) {
+    S.load(rows_of(own.state(layout.starts, a, layout, hv, own.segment, a.V)), row_home);
+    rescale();
+  }
   if (copies) {
     if (chunks > 0) ask_factors(0, base);
     commit_copies();
@@ -549,6 +629,7 @@ __global__ void __launch_bounds__(ScanShape<KIND>::kThreads, scan_blocks<IN, K, 
     }
   };
 
+  bool dropped = false;
   for (int c = 0; c < chunks; c++) {
     if (copies) {
       wait_copies<AHEAD - 1>();
@@ -575,6 +656,7 @@ __global__ void __launch_bounds__(ScanShape<KIND>::kThreads, scan_blocks<IN, K, 
     // The last decay from the start is zero if any is: then what the old state gave is dropped,
     // whatever it holds.
     const float w_last = vectors[Form::kLast];
+    dropped = dropped || w_last == 0.f;
     const auto drop = [&](float (&c)[8][4], const float* w) {
       if (w_last != 0.f) return;
 #pragma unroll
@@ -681,6 +763,7 @@ __global__ void __launch_bounds__(ScanShape<KIND>::kThreads, scan_blocks<IN, K, 
         for (int s = 0; s < K / 16; s++) pack_left<T>(left[s], S.s[2 * s], S.s[2 * s + 1]);
       }
     };
+    constexpr bool EARLY = !LATE && OUTPUTS;
     float O[8][4], U[8][4];
     uint32_t X[4][PARTS][4];
     PowerOfTwo u_scale[2];  // U is that of the state times these
@@ -689,7 +772,7 @@ __global__ void __launch_bounds__(ScanShape<KIND>::kThreads, scan_blocks<IN, K, 
       uint32_t left[K / 16][PARTS][4];
       pack_state(left);
       multiply_state(P, left, 0);
-      if (!LATE) multiply_state(O, left, Shared::kQueries);
+      if (EARLY) multiply_state(O, left, Shared::kQueries);
       float values[4][2][2][2];
       float2 weights[4][2];
       const auto fetch = [&](int p) {
@@ -704,7 +787,7 @@ __global__ void __launch_bounds__(ScanShape<KIND>::kThreads, scan_blocks<IN, K, 
       for (int p = 0; p < 4; p++) {
         if (!LATE) fetch(p);
       }
-      await_products<!LATE>(P);
+      await_products<EARLY>(P);
       drop(P, vectors);
 #pragma unroll
       for (int p = 0; p < 4; p++) {
@@ -753,6 +836,19 @@ __global__ void __launch_bounds__(ScanShape<KIND>::kThreads, scan_blocks<IN, K, 
       multiply_columns<T>(U, X[s], stage, Shared::kFactors, kPanelBytes, s, s, lanes);
     }
     close_products();
+    if constexpr (!OUTPUTS) {
+      decay_state(w_last);  // S has been packed, no product reads it
+      await_products<0>(U);
+      update(U, u_scale, stage, vectors + 2 * kChunk);
+      await_products<0>(S.s);
+      if (STAGES == 1 && c + 1 < chunks) {
+        __syncthreads();
+        ask_inputs(c + 1, base);
+        ask_factors(c + 1, base);
+        commit_copies();
+      }
+      continue;
+    }
     const float o_first[2] = {s_scale[0].back * u_scale[0].by, s_scale[1].back * u_scale[1].by};
     const float o_last[2] = {u_scale[0].back, u_scale[1].back};
     if (LATE) {
@@ -866,10 +962,11 @@ __global__ void __launch_bounds__(ScanShape<KIND>::kThreads, scan_blocks<IN, K, 
 
     if (!LOWRANK) await_products<0>(S.s);
     if (!LOWRANK && a.edges > 0) {
-      const int64_t end = done + kChunk;
-      if (end <= length && end % a.C == 0 && end / a.C <= a.edges) {
-        const int64_t row = at(a.edge_rows, n, end / a.C - 1);
-        if (row >= 0 && row < a.write.P) keep(row);
+      const int64_t end = (CUT ? later.before : 0) + done + kChunk;
+      if (done + kChunk <= length && end % a.C == 0 && end / a.C <= a.edges) {
+        const int64_t n = CUT ? later.n : own.n;
+        const int64_t row = kept_row(at(a.edge_rows, n, end / a.C - 1));
+        if (row >= 0) keep(row);
       }
     }
     if (STAGES == 1 && c + 1 < chunks) {
@@ -886,9 +983,35 @@ __global__ void __launch_bounds__(ScanShape<KIND>::kThreads, scan_blocks<IN, K, 
       return;
     }
   }
-  if (!LOWRANK) {
-    const int64_t row = a.write_indices.ptr ? at(a.write_indices, n) : seq.row;
-    if (row >= 0 && row < a.write.P) keep(row);
+  const auto unscale = [&] {
+    if constexpr (SCALED) {
+#pragma unroll
+      for (int p = 0; p < K / 8; p++) {
+#pragma unroll
+        for (int e = 0; e < 4; e++) S.s[p][e] *= s_scale[e >> 1].back;
+      }
+    }
+  };
+  if constexpr (!OUTPUTS) {
+    unscale();
+    if (identity) {
+      S.store(rows_of(own.state(layout.steps, a, layout, hv, own.segment, K)), row_home);
+      if (v0 == 0 && threadIdx.x == 0) own.dropped(a, layout, hv, own.segment) = dropped;
+    } else {
+      S.store(rows_of(own.state(layout.starts, a, layout, hv, own.segment + 1, a.V)), row_home);
+    }
+    wait_for_previous_kernel();
+  } else if constexpr (!CUT && !LOWRANK) {
+    const int64_t row = kept_row(a.write_indices.ptr ? at(a.write_indices, own.n) : seq.row);
+    if (row >= 0) keep(row);
+  } else if constexpr (CUT) {
+    if (ASIDE && !HELPERS && chunks == 0) __syncthreads();
+    if (later.row >= 0) keep(later.row);
+    if (later.row == HAND_ON) {
+      own.place = layout.first + blockIdx.y;
+      unscale();
+      S.store(rows_of(own.state(layout.starts, a, layout, hv, 1, a.V)), row_home);
+    }
   }
 }
 

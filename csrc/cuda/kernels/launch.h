@@ -29,6 +29,12 @@ inline int multiprocessors() { return device_attribute<cudaDevAttrMultiProcessor
 // Bytes of shared memory that a block may ask for.
 inline int shared_limit() { return device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>(0); }
 
+template <class... P>
+cudaError_t allow_shared(void (*kernel)(P...), int bytes) {
+  return cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                              cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+}
+
 // Every kernel launched here calls wait_for_previous_kernel, before it touches memory unless it
 // says why not.
 template <class... P, class... A>
