@@ -37,4 +37,7 @@ def test_a_drifting_op_is_reported(monkeypatch, capsys):
     monkeypatch.setattr(gdn_ops, "recurrent", drifting)
     assert main(["verify", "--drift", "20", "--dtype", "f32", "--state", "f32"]) == 1
     assert "DRIFTS" in capsys.readouterr().out
-    assert main(["verify", "--drift", "0"]) == 2
+    with pytest.raises(SystemExit) as refused:
+        main(["verify", "--drift", "0"])
+    assert refused.value.code == 2
+    assert "--drift: expected a whole number of at least 1, got '0'" in capsys.readouterr().err
