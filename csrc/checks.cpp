@@ -773,8 +773,9 @@ LinearArgs linear_args(const char* op, const at::Tensor& x, const at::Tensor& we
   a.M = a.K > 0 ? x.numel() / a.K : 0;
   a.s_x = a.K;
   a.s_w = weight.stride(0);
-  *plain = (x.scalar_type() == at::kBFloat16 || x.scalar_type() == at::kHalf) && a.M > 0 &&
-           a.N > 0 && unit_stride(x, x.dim() - 1) && unit_stride(weight, 1) &&
+  const at::ScalarType t = x.scalar_type();
+  *plain = (t == at::kFloat || t == at::kBFloat16 || t == at::kHalf) && a.M > 0 && a.N > 0 &&
+           unit_stride(x, x.dim() - 1) && unit_stride(weight, 1) &&
            one_stride(x, x.dim() - 1, &a.s_x);
   if (!*plain) return a;
   a.dtype = dtype_of(op, "x", x);

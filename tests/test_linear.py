@@ -12,7 +12,7 @@ from common import TOLERANCE, assert_close, at_thread_counts
 import gdn_ops
 from gdn_ops import reference
 
-HALVES = (torch.bfloat16, torch.float16)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Few rows run on the kernels, many on torch's product; 16 and 32 are tiles of rows.
 ROWS = (1, 2, 3, 4, 5, 15, 16, 17, 32, 33, 70)
 # (N, K): whole tiles, a part of one, odd rows of weights, long rows, less than a register.
@@ -25,7 +25,7 @@ def operands(M: int, N: int, K: int, dtype: torch.dtype):
     return x, (torch.randn(N, K, generator=gen) / K**0.5).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", [*HALVES, torch.float32])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("N, K", SHAPES)
 def test_against_oracle(N, K, dtype):
     for M in ROWS:
@@ -33,7 +33,7 @@ def test_against_oracle(N, K, dtype):
         assert_close(f"{M} rows", gdn_ops.linear(x, weight), reference.linear(x, weight))
 
 
-@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("M", [1, 4, 20])
 def test_strided(M, dtype):
     """Rows inside wider ones, tokens between others, and what only torch's product can take."""
@@ -61,7 +61,7 @@ def test_strided(M, dtype):
 def test_bits_depend_on_the_row_alone(N, K):
     """Not on the other rows, the threads, or which rows of weights stand beside."""
     few = 4  # as many as run on the kernels of every instruction set
-    for dtype in HALVES:
+    for dtype in DTYPES:
         x, weight = operands(few, N, K, dtype)
         together = gdn_ops.linear(x, weight)
         call = functools.partial(gdn_ops.linear, x, weight)
@@ -95,7 +95,7 @@ def test_not_finite_stays_where_it_is():
     assert torch.equal(got[0, rest], clean[0, rest]) and torch.equal(got[2, rest], clean[2, rest])
 
 
-@pytest.mark.parametrize("dtype", [*HALVES, torch.float32])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_empty(dtype):
     for M, N, K in ((0, 3, 4), (2, 0, 4), (2, 3, 0)):
         y = gdn_ops.linear(torch.ones(M, K, dtype=dtype), torch.ones(N, K, dtype=dtype))

@@ -13,13 +13,13 @@ _linear = torch.ops.gdn.linear.default
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """``x @ weight.T``: :func:`torch.nn.functional.linear` without bias.
 
-    On the CPU a kernel of this package runs bfloat16 and float16 with few rows of x (as many as
-    were measured to pay, docs/cpu.md): it reads each weight once, as it lies, and sums in float32.
-    A row's result then does not depend on the other rows. Everything else, and every other device,
-    is torch's own product.
+    On the CPU a kernel of this package runs few rows of x (as many as were measured to pay,
+    docs/cpu.md): it reads each weight once, as it lies, and sums in float32. A row's result then
+    does not depend on the other rows. Everything else, and every other device, is torch's own
+    product.
 
     Args:
-        x: ``[..., K]``, any strides; bfloat16 and float16 take the kernel, others torch's product.
+        x: ``[..., K]``, any strides; the kernel takes float32, bfloat16 and float16.
         weight: ``[N, K]`` in the dtype of x.
 
     Returns:

@@ -5,12 +5,10 @@
 // each product is summed over K in an order that depends on K alone.
 
 // Rows of x, by DType, up to which this beat torch's product (docs/cpu.md).
-#if GDN_SIMD_AMX
-#define GDN_LINEAR_LIMIT {0, 32, 8}
-#elif GDN_SIMD_AVX512BF16
-#define GDN_LINEAR_LIMIT {0, 32, 8}
+#if GDN_SIMD_AMX || GDN_SIMD_AVX512BF16
+#define GDN_LINEAR_LIMIT {8, 32, 8}
 #else
-#define GDN_LINEAR_LIMIT {0, 32, 32}
+#define GDN_LINEAR_LIMIT {8, 32, 32}
 #endif
 
 constexpr int64_t kLinearBlock = 16;  // rows of weights that a task takes
@@ -31,7 +29,12 @@ struct WideProducts {
   GDN_INLINE F weights(const T* p, Lanes lanes) {
     return load_lanes(p, lanes);
   }
-  GDN_INLINE F inputs(const float* p) { return load(p); }
+  template <class Lanes>
+  GDN_INLINE F inputs(const float* p, Lanes lanes) {
+    // Rows of float32 are read where they lie; those that were widened end in zeros.
+    if constexpr (std::is_same_v<T, float>) return load_lanes(p, lanes);
+    return load(p);
+  }
   GDN_INLINE F add(F w, F x, F sum) { return fma(w, x, sum); }
 };
 #if GDN_SIMD_AVX512BF16
@@ -44,7 +47,7 @@ struct PairProducts {
     for (int64_t k = 0; k < K; k += kPairStep) body(k, 0);
   }
   GDN_INLINE __m512bh weights(const bf16_t* p, int) { return (__m512bh)_mm512_loadu_si512(p); }
-  GDN_INLINE __m512bh inputs(const bf16_t* p) { return (__m512bh)_mm512_loadu_si512(p); }
+  GDN_INLINE __m512bh inputs(const bf16_t* p, int) { return (__m512bh)_mm512_loadu_si512(p); }
   GDN_INLINE F add(__m512bh w, __m512bh x, F sum) { return _mm512_dpbf16_ps(sum, w, x); }
 };
 #endif
@@ -70,7 +73,7 @@ GDN_INLINE void linear_rows(const T* w, int64_t s_w, const typename Products::In
       row[r] = Products::weights(at, lanes);
     }
     for (int j = 0; j < J; ++j) {
-      const auto v = Products::inputs(x + j * ld + k);
+      const auto v = Products::inputs(x + j * ld + k, lanes);
       for (int r = 0; r < R; ++r) acc[r][j] = Products::add(row[r], v, acc[r][j]);
     }
   });
@@ -262,9 +265,8 @@ static void linear(const LinearArgs& a, const Parallel& parallel) {
     return linear_vectors<PairProducts, bf16_t>(a, 0, few);
   }
 #endif
-  if (a.dtype == DType::bf16) {
-    linear_vectors<WideProducts<bf16_t>, bf16_t>(a, 0, few);
-  } else {
-    linear_vectors<WideProducts<f16_t>, f16_t>(a, 0, few);
-  }
+  with_type(a.dtype, [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    linear_vectors<WideProducts<T>, T>(a, 0, few);
+  });
 }
