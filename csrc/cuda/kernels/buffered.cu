@@ -59,7 +59,7 @@ size_t window_workspace(const RecurrentArgs& a) {
 bool window_takes_conv(const ConvGatingArgs& front, const RecurrentArgs& a) {
   if (!a.state.ptr || a.K != 128 || a.seqs.cu_seqlens.ptr || a.seqs.T != 1) return false;
   if (!conv_fits(front, a)) return false;
-  // Beside a f32 base it is slower than a launch of its own (docs/cuda.md).
+  // Beside a f32 base it is slower than a launch of its own (docs/tried/cuda.md).
   return a.state.dtype == DType::bf16 ? usual_dtypes<bf16>(a)
                                       : a.state.dtype == DType::f16 && usual_dtypes<f16>(a);
 }

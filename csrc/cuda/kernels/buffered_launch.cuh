@@ -70,7 +70,7 @@ cudaError_t launch_buffered_rows(const RecurrentArgs& a, const WindowCall& call,
 
 // Whether the blocks of the rows do without a kernel before them: they take the tokens of a
 // sequence together, and its counts can hold them twice. What follows a convolution is faster with
-// it (docs/cuda.md).
+// it (docs/tried/cuda.md).
 inline bool stands_alone(const RecurrentArgs& a, const WindowCall& call, int rows) {
   return !a.seqs.cu_seqlens.ptr && a.seqs.T <= 4 && !call.early &&
          countable_blocks(2 * a.HV * ((a.V + rows - 1) / rows)) > 0;

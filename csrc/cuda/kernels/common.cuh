@@ -330,7 +330,7 @@ __device__ __forceinline__ void let_next_kernel_start() {
 
 // State traffic. L1 need not keep it, as each byte is read once and written once. L2 keeps what a
 // step read until the step has written it (evict_last; a plain store leaves it so): 3 % of a step.
-// docs/cuda.md has the comparison behind this.
+// docs/tried/cuda.md has the comparison behind this.
 __device__ __forceinline__ uint4 load_state(const void* p) {
   uint64_t policy;
   asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));

@@ -76,7 +76,7 @@ cudaError_t token_launch(const ConvArgs& a, const ConvTarget& to, const GateOutp
     const int64_t count = a.seqs.N - first < kMaxGridY ? a.seqs.N - first : kMaxGridY;
     const dim3 grid(blocks_for(a.C / 8 + (gate.g ? gate.HV : 0), 128),
                     static_cast<unsigned>(count));
-    // Worth it where all blocks wait at once (docs/cuda.md).
+    // Worth it where all blocks wait at once (docs/tried/cuda.md).
     const bool ahead = int64_t{grid.x} * grid.y <= 16 * multiprocessors();
     const cudaError_t error = launch(conv_token<T, L, TAPS>, grid, dim3(128), 0, stream, a, to,
                                      gate, first, norm_lanes, ahead);
