@@ -14,6 +14,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include "checks.h"
 #include "linear_aten.h"
 #include "typed_op.h"
 
@@ -28,14 +29,9 @@ using torch::autograd::variable_list;
 // Saved tensors and gradients are undefined where absent; arguments of ops are optional.
 OptTensor optional(const Tensor& t) { return t.defined() ? OptTensor(t) : std::nullopt; }
 Tensor undefined_or(const OptTensor& t) { return t.value_or(Tensor()); }
-// None for an argument that is no option arrives undefined, and a node would ask it for its device.
-void check_given(const char* op, std::initializer_list<const char*> names,
-                 std::initializer_list<const Tensor*> tensors) {
-  auto name = names.begin();
-  for (const Tensor* t : tensors) {
-    TORCH_CHECK(t->defined(), op, ": ", *name, ": expected a tensor, got None");
-    ++name;
-  }
+// A node asks its tensors for their device before any op could refuse an absent one.
+void check_all_given(const char* op, std::initializer_list<Named> tensors) {
+  for (const Named& n : tensors) check_given(op, n.name, *n.t);
 }
 bool all_absent(const variable_list& grads) {
   return std::none_of(grads.begin(), grads.end(), [](const Tensor& t) { return t.defined(); });
@@ -99,7 +95,7 @@ struct Gating : torch::autograd::Function<Gating> {
 
 std::tuple<Tensor, Tensor> gating(const Tensor& a, const Tensor& b, const Tensor& A_log,
                                   const Tensor& dt_bias) {
-  check_given("gating", {"a", "b", "A_log", "dt_bias"}, {&a, &b, &A_log, &dt_bias});
+  check_all_given("gating", {{"a", &a}, {"b", &b}, {"A_log", &A_log}, {"dt_bias", &dt_bias}});
   const auto out = Gating::apply(a, b, A_log, dt_bias);
   return {out[0], out[1]};
 }
@@ -148,7 +144,7 @@ struct GatedRmsNorm : torch::autograd::Function<GatedRmsNorm> {
 };
 
 Tensor gated_rms_norm(const Tensor& x, const Tensor& gate, const Tensor& weight, double eps) {
-  check_given("gated_rms_norm", {"x", "gate", "weight"}, {&x, &gate, &weight});
+  check_all_given("gated_rms_norm", {{"x", &x}, {"gate", &gate}, {"weight", &weight}});
   return GatedRmsNorm::apply(x, gate, weight, eps);
 }
 
@@ -258,7 +254,7 @@ std::tuple<Tensor, Tensor> conv1d(const Tensor& x, const Tensor& weight, const O
                                   const OptTensor& initial, const OptTensor& cu,
                                   const std::string& activation,
                                   std::optional<c10::SymInt> state_len) {
-  check_given("conv1d", {"x", "weight"}, {&x, &weight});
+  check_all_given("conv1d", {{"x", &x}, {"weight", &weight}});
   const auto out = Conv1d::apply(x, weight, bias, initial, cu, activation, state_len);
   return {out[0], out[1]};
 }
@@ -309,7 +305,7 @@ std::tuple<Tensor, Tensor> chunk(const Tensor& q, const Tensor& k, const Tensor&
                                  const Tensor& beta, const OptTensor& initial_state,
                                  const OptTensor& cu_seqlens, std::optional<double> scale,
                                  bool qk_l2norm, c10::SymInt chunk_size) {
-  check_given("chunk", {"q", "k", "v", "g", "beta"}, {&q, &k, &v, &g, &beta});
+  check_all_given("chunk", {{"q", &q}, {"k", &k}, {"v", &v}, {"g", &g}, {"beta", &beta}});
   const auto out = Chunk::apply(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm,
                                 std::move(chunk_size));
   return {out[0], out[1]};

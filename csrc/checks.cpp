@@ -9,17 +9,12 @@
 #include "index.h"
 
 namespace gdn {
-namespace {
 
-struct Named {
-  const char* name;
-  const at::Tensor* t;
-};
-
-// None for an argument that is no option arrives as a tensor without anything.
 void check_given(const char* op, const char* name, const at::Tensor& t) {
   TORCH_CHECK(t.defined(), op, ": ", name, ": expected a tensor, got None");
 }
+
+namespace {
 
 void check_dim(const char* op, const char* name, const at::Tensor& t, int64_t dim,
                const char* shape) {

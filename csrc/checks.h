@@ -28,6 +28,14 @@ struct WindowTensors {
   const at::Tensor &k, &u, &g, &fill;
 };
 
+struct Named {
+  const char* name;
+  const at::Tensor* t;
+};
+
+// None for an argument that is no option arrives as a tensor without anything.
+void check_given(const char* op, const char* name, const at::Tensor& t);
+
 // Of a tensor whose dtype a kernel can read; an error for any other.
 DType dtype_of(const char* op, const char* name, const at::Tensor& t);
 

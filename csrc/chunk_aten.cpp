@@ -205,10 +205,6 @@ Forward forward(const Layout& x, const Tensor& q, const Tensor& k, const Tensor&
 
 void check_float64(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g,
                    const Tensor& beta, const OptTensor& initial_state) {
-  struct Named {
-    const char* name;
-    const Tensor* t;
-  };
   for (const Named& n :
        {Named{"q", &q}, Named{"k", &k}, Named{"v", &v}, Named{"g", &g}, Named{"beta", &beta}}) {
     TORCH_CHECK(n.t->scalar_type() == at::kDouble, "chunk: ", n.name,

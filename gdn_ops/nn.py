@@ -30,13 +30,14 @@ _ops = torch.ops.gdn
 
 
 def _devices_with(op: str, *, autograd: bool = False) -> frozenset[str]:
-    """Device types for which the library that is loaded has a kernel of ``op``."""
+    """Device types for which the library that is loaded has a kernel of ``op``, and "meta": every
+    op has a fake."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     name = f"gdn::{op}"
     if autograd and not any(has(name, key) for key in ("Autograd", "AutogradCPU", "AutogradCUDA")):
         return frozenset()
     keys = {"CPU": "cpu", "CUDA": "cuda", "PrivateUse1": torch._C._get_privateuse1_backend_name()}
-    return frozenset(device for key, device in keys.items() if has(name, key))
+    return frozenset(device for key, device in keys.items() if has(name, key)) | {"meta"}
 
 
 # Looked up once, so that torch.compile sees constants.
@@ -63,19 +64,21 @@ def _check(name: str, value: int, least: int, most: int | None = None) -> None:
         raise ValueError(f"{name}: expected {wanted}, got {value}")
 
 
-def _check_mode(state_mode: str, window: int) -> None:
+def check_mode(state_mode: str) -> None:
+    """Refuse a ``state_mode`` that does not exist."""
     if state_mode not in STATE_MODES:
         raise ValueError(f"state_mode: expected one of {STATE_MODES}, got {state_mode!r}")
+
+
+def check_window(window: int) -> None:
+    """Refuse a window of more or fewer entries than the kernels take."""
     if not 1 <= window <= 64:
         raise ValueError(f"window: expected 1 to 64 entries, got {window}")
 
 
 def missing(state_mode: str, device_type: str) -> str | None:
-    """Why ``state_mode`` cannot run on this kind of device, or None. On "meta" all run: fakes."""
-    if state_mode not in STATE_MODES:
-        raise ValueError(f"state_mode: expected one of {STATE_MODES}, got {state_mode!r}")
-    if device_type == "meta":
-        return None
+    """Why ``state_mode`` cannot run on this kind of device, or None."""
+    check_mode(state_mode)
     absent = [op for op in _NEEDS[state_mode] if device_type not in _KERNELS[op]]
     if absent:
         return (
@@ -87,7 +90,7 @@ def missing(state_mode: str, device_type: str) -> str | None:
 
 def trainable(device_type: str) -> bool:
     """Whether every op of :func:`mix_functional` has a backward on this kind of device."""
-    return device_type == "meta" or device_type in _TRAINABLE
+    return device_type in _TRAINABLE
 
 
 class Heads(NamedTuple):
@@ -165,7 +168,8 @@ class States(NamedTuple):
             ValueError: another state_mode, or a window outside 1 to 64.
         """
         _check("rows", rows, 0)
-        _check_mode(state_mode, window)
+        check_mode(state_mode)
+        check_window(window)
         _, HV, K, V = heads
         conv = torch.zeros(rows, heads.conv_dim, conv_width, dtype=dtype, device=device)
         state = None
@@ -420,7 +424,8 @@ class GatedDeltaNet(nn.Module):
         _check("head_k_dim", head_k_dim, 1, 512)
         _check("head_v_dim", head_v_dim, 1, 512)
         _check("conv_kernel_size", conv_kernel_size, 1, 8)
-        _check_mode(state_mode, window)
+        check_mode(state_mode)
+        check_window(window)
         if (dtype or torch.get_default_dtype()) not in DTYPES:
             raise ValueError(
                 f"dtype: expected float32, bfloat16 or float16, got "

@@ -79,14 +79,14 @@ std::atomic<Precision>& current_precision() {
   return p;
 }
 
-}  // namespace
-
-static void* allocate(size_t alignment, size_t bytes) {
+void* allocate(size_t alignment, size_t bytes) {
   // A whole number of alignments, as aligned_alloc wants it, and never null for none.
   void* p = std::aligned_alloc(alignment, (bytes / alignment + 1) * alignment);
   if (!p) throw std::bad_alloc();
   return p;
 }
+
+}  // namespace
 
 ScopedMemory::ScopedMemory(size_t bytes) : data(allocate(64, bytes)) {}
 ScopedMemory::~ScopedMemory() { std::free(data); }

@@ -196,10 +196,11 @@ def _lowrank(args: argparse.Namespace, out: Output) -> tuple[int, dict]:
 
 
 # Options that one kind of run takes, beside those of all.
+COMPARISON = "a comparison of ops"
 TAKES = {
     "--drift": ("dtype", "state"),
     "--lowrank": ("model", "text", "tokens"),
-    "a comparison of ops": ("ops", "dtype", "state", "precision"),
+    COMPARISON: ("ops", "dtype", "state", "precision"),
 }
 
 
@@ -207,7 +208,7 @@ def _no_idle_options(args: argparse.Namespace) -> None:
     """Refuse what the run that was asked for would not read."""
     if args.drift is not None and args.lowrank:
         raise UsageError("--drift and --lowrank are two runs: give one of them")
-    kind = "--drift" if args.drift is not None else "--lowrank" if args.lowrank else [*TAKES][-1]
+    kind = "--drift" if args.drift is not None else "--lowrank" if args.lowrank else COMPARISON
     for name in sorted({n for names in TAKES.values() for n in names} - set(TAKES[kind])):
         if getattr(args, name):
             raise UsageError(f"{'OP' if name == 'ops' else f'--{name}'} has no use in {kind}")
@@ -217,8 +218,6 @@ def run(args: argparse.Namespace, out: Output) -> tuple[int, dict]:
     from gdn_ops import bench
     from gdn_ops.cli._cases import CASES
 
-    if args.lowrank and args.ops:
-        raise UsageError("--lowrank looks at a model, not at an op: give no OP beside it")
     _no_idle_options(args)
     if args.drift is not None:
         return _drift(args, out)

@@ -25,8 +25,7 @@ def patch(model: nn.Module, *, state_mode: str = "full", window: int = 16) -> nn
         NotImplementedError: this build lacks an op that ``state_mode`` needs.
         ValueError: ``model`` has no layer that can be patched, or an argument is out of range.
     """
-    if not 1 <= window <= 64:
-        raise ValueError(f"window: expected 1 to 64 entries, got {window}")
+    layers.check_window(window)
     found = 0
     for module in model.modules():
         ours = CLASSES.get(type(module)) or (

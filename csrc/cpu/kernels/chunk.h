@@ -899,21 +899,13 @@ static void chunk_typed(const ChunkArgs& x, const Parallel& parallel) {
 // run(value of the element type, integral_constant<Form>) for what the call asks for.
 template <class Run>
 GDN_INLINE void with_form(const ChunkArgs& x, Run run) {
-  auto typed = [&](auto t) {
-    using T = decltype(t);
+  with_type(x.q.dtype, [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
     if constexpr (kRounds<T>) {
-      if (x.fast) return run(t, std::integral_constant<Form, Form::rounded>());
+      if (x.fast) return run(T(), std::integral_constant<Form, Form::rounded>());
     }
-    run(t, std::integral_constant<Form, kExactForm<T>>());
-  };
-  switch (x.q.dtype) {
-    case DType::f32:
-      return typed(float());
-    case DType::bf16:
-      return typed(bf16_t());
-    case DType::f16:
-      return typed(f16_t());
-  }
+    run(T(), std::integral_constant<Form, kExactForm<T>>());
+  });
 }
 
 static void chunk(const ChunkArgs& x, const Parallel& parallel) {

@@ -489,7 +489,8 @@ static void over_blocks(const ConvArgs& a, int64_t blocks, const Parallel& paral
   // Many sequences: all taps first (some 400 KB for 10240 channels), then one sequence after the
   // other from its first channel to its last, because short pieces of many rows would wait for
   // memory.
-  Taps* all = static_cast<Taps*>(std::aligned_alloc(64, sizeof(Taps) * blocks));
+  const ScopedMemory memory(sizeof(Taps) * blocks);
+  Taps* all = static_cast<Taps*>(memory.data);
   auto prepare_all = [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) prepare(i, all[i]);
   };
@@ -500,7 +501,6 @@ static void over_blocks(const ConvArgs& a, int64_t blocks, const Parallel& paral
     }
   };
   parallel_for(parallel, a.seqs.N * blocks, body);
-  std::free(all);
 }
 
 static void short_conv(const ConvArgs& a, const Parallel& threads) {

@@ -635,12 +635,7 @@ static void recurrent_typed(const RecurrentArgs& a, const Parallel& parallel) {
 }
 
 static void recurrent(const RecurrentArgs& a, const Parallel& parallel) {
-  switch (a.state.dtype) {
-    case DType::f32:
-      return recurrent_typed<float>(a, parallel);
-    case DType::bf16:
-      return recurrent_typed<bf16_t>(a, parallel);
-    case DType::f16:
-      return recurrent_typed<f16_t>(a, parallel);
-  }
+  with_type(a.state.dtype, [&](auto* type) {
+    recurrent_typed<std::remove_pointer_t<decltype(type)>>(a, parallel);
+  });
 }
