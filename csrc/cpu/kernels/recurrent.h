@@ -9,7 +9,7 @@
 // A row's products need the whole row before it can be rewritten, so a block alone leaves the
 // memory idle while it computes. The two passes are therefore interleaved: the rewrite of one block
 // and the products of the next share a loop, and rows further ahead are prefetched. What was
-// measured is in docs/cpu.md.
+// measured is in docs/tried/cpu.md.
 
 // Rows ahead of the products that are asked for, into L2. For 16-bit rows of 128, 5 KB: on Zen 4, 2
 // KB and 8 KB took 1.25 and 1.4 times as long, while 32-bit rows had no such optimum.

@@ -303,7 +303,7 @@ static void prepare_fold(const Window& w, int64_t row, int64_t h, int64_t first,
 // Rows are taken from four streams, a quarter of the base apart: what limits a thread that only
 // reads is the latency of its misses, those in the page tables above all, and those of separate
 // streams overlap. Each stream asks for its lines a little ahead; one line of every page of the
-// next base is asked for at once, so that the walks overlap too (docs/windows.md).
+// next base is asked for at once, so that the walks overlap too (docs/tried/windows.md).
 template <class T>
 static void base_products(const StatePool& pool, T* S, int64_t rows, int64_t K, const Fold* fold,
                           const KeyQuery* x, int64_t tokens, float* P, float* Q, int64_t ld,

@@ -220,7 +220,7 @@ struct ConvUnit {
     for (int c = 0; c < n; ++c) put_element(staging, p.pool_dtype, c * p.L + l, lm_get(from, c));
   }
 
-  // Leaves the pool as docs/ops.md says; `total` tokens were given. Before the tokens of a
+  // Leaves the pool as docs/ops/conv.md says; `total` tokens were given. Before the tokens of a
   // speculative call `oldest` is 0 and the window holds the history.
   __device__ inline void store_window(const P& p, const ConvBlock& b, const SequenceMeta& s,
                                       int oldest) {
