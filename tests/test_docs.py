@@ -14,6 +14,7 @@ import gdn_ops
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+SOURCES = {".cpp", ".cu", ".cuh", ".h", ".py", ".sh", ".xpu"}
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
 
@@ -52,6 +53,24 @@ def test_every_page_is_reached_from_the_readme():
                 reached.add(target)
                 to_read.append(target)
     assert {p for p in PAGES if "docs" in p.parts} <= reached
+
+
+def test_index_says_what_every_page_answers():
+    index = ROOT / "docs" / "README.md"
+    rows = [line for line in index.read_text().splitlines() if re.match(r"\| .+ \| .+ \|$", line)]
+    named = {(index.parent / link).resolve() for row in rows for link in LINK.findall(row)}
+    assert {p for p in PAGES if "docs" in p.parts and p != index} <= named
+
+
+def test_pages_named_in_sources_exist():
+    folders = ("csrc", "gdn_ops", "tests", "scripts", "benchmarks", "examples")
+    sources = [p for f in folders for p in (ROOT / f).rglob("*.*") if p.suffix in SOURCES]
+    named = {
+        (path, page)
+        for path in [*sources, *ROOT.glob("*.py"), ROOT / "Makefile"]
+        for page in re.findall(r"docs/[\w/]+\.md", path.read_text())
+    }
+    assert named and not [(str(p), page) for p, page in named if not (ROOT / page).exists()]
 
 
 def test_every_op_has_a_page():
