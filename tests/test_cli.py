@@ -1,5 +1,6 @@
 """The command line: what each command prints, writes and returns."""
 
+import io
 import json
 import os
 import re
@@ -10,11 +11,14 @@ import pytest
 import torch
 
 import gdn_ops
-from gdn_ops import bench
+from gdn_ops import bench, cli
 from gdn_ops.bench import _timing
 
 pytest.importorskip("rich", reason="the command line needs rich")
+from rich.console import Console
+
 from gdn_ops.cli import COMMANDS, explore, main
+from gdn_ops.cli._output import Output
 
 
 def run_json(capsys, *args: str) -> tuple[int, dict]:
@@ -44,11 +48,11 @@ def test_help_names_its_options(command, capsys):
 
 def test_usage_errors_return_2(capsys):
     assert main(["verify", "no_such_op"]) == 2
-    assert "there are: recurrent" in capsys.readouterr().out
+    assert "there are: recurrent" in capsys.readouterr().err
     assert main(["bench", "no_such_family"]) == 2
-    assert "recurrent" in capsys.readouterr().out
+    assert "recurrent" in capsys.readouterr().err
     assert main(["bench", "recurrent", "--heads", "4/6"]) == 2
-    assert "multiple of key heads" in capsys.readouterr().out
+    assert "multiple of key heads" in capsys.readouterr().err
 
 
 def refused(capsys, *args: str) -> str:
@@ -109,7 +113,7 @@ def test_a_result_that_cannot_be_written_says_so(capsys, monkeypatch, tmp_path):
         "pathlib.Path.write_text", lambda *_: (_ for _ in ()).throw(OSError("full"))
     )
     assert main(["bench", "--list", "--json", str(tmp_path / "x.json")]) == 2
-    assert "--json: full" in capsys.readouterr().out
+    assert "--json: full" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["demo", "verify --lowrank"])
@@ -118,7 +122,7 @@ def test_commands_that_need_transformers_say_so(capsys, monkeypatch, command):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "transformers", None)  # as if it were not installed
     assert main(command.split()) == 2
-    assert "pip install 'transformers>=5.17'" in capsys.readouterr().out
+    assert "pip install 'transformers>=5.17'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("variable", ["GDN_CPU_ISA", "GDN_PRECISION"])
@@ -129,7 +133,35 @@ def test_wrong_environment_is_said_in_a_line(variable):
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 2
-    assert done.stdout.startswith(f"gdn-ops doctor: {variable}: expected") and not done.stderr
+    assert done.stderr.startswith(f"gdn-ops doctor: {variable}: expected") and not done.stdout
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out == f"gdn-ops {gdn_ops.__version__}\n"
+
+
+@pytest.mark.parametrize("package", ["rich", "packaging"])
+def test_a_package_that_is_not_there_is_named(capsys, monkeypatch, package):
+    """torch brings neither: without packaging `doctor` used to end in a traceback."""
+    found = cli.find_spec
+    monkeypatch.setattr(cli, "find_spec", lambda name: None if name == package else found(name))
+    assert main(["doctor"]) == 2
+    assert f"pip install {package}" in capsys.readouterr().err
+
+
+def test_a_terminal_that_knows_only_ascii():
+    """A spinner of Braille dots used to end the command there."""
+    out = Output(None)
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    out.console = Console(file=terminal, force_terminal=True)
+    with out.progress("counting", total=2) as status:
+        status("one")
+    out.table("numbers", ["n"], [["1"]])
+    terminal.flush()
+    assert b"counting" in terminal.buffer.getvalue()
 
 
 def test_doctor_reports_what_runs_here(capsys):
@@ -390,7 +422,7 @@ TABLES = ("implementations", "scaling", "matrix", "parts", "lowrank", "throughpu
 )
 def test_explore_refuses(capsys, options, says):
     assert main(["explore", *options]) == 2
-    assert says in capsys.readouterr().out
+    assert says in capsys.readouterr().err
 
 
 def test_verify_lowrank_on_a_models_activations(capsys):

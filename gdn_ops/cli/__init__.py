@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from importlib.util import find_spec
 
 # OpenMP ends the process where the system gives it fewer threads than it was told to start.
 MOST_THREADS = 1024
@@ -26,6 +27,7 @@ EPILOG = """examples:
 def build_parser() -> argparse.ArgumentParser:
     from importlib import import_module
 
+    import gdn_ops
     from gdn_ops.cli._arguments import new_file, whole
 
     parser = argparse.ArgumentParser(
@@ -34,6 +36,7 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"gdn-ops {gdn_ops.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name in COMMANDS:
         module = import_module(f"gdn_ops.cli.{name}")
@@ -65,11 +68,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit status (0 good, 1 a check failed, 2 wrong usage)."""
-    try:
-        import rich  # noqa: F401
-    except ImportError:
-        print("gdn-ops needs the package rich: pip install rich", file=sys.stderr)
-        return 2
+    for package in ("rich", "packaging"):
+        if find_spec(package) is None:
+            print(f"gdn-ops needs the package {package}: pip install {package}", file=sys.stderr)
+            return 2
     from gdn_ops.cli._output import Output, UsageError
 
     parser = build_parser()
@@ -85,16 +87,16 @@ def main(argv: list[str] | None = None) -> int:
         # Wrong values of GDN_CPU_ISA and GDN_PRECISION are errors of the first op that runs.
         gdn_ops.backends(), gdn_ops.get_precision()
     except RuntimeError as error:
-        out.console.print(f"gdn-ops {args.command}: {error}", markup=False)
+        out.error(f"gdn-ops {args.command}: {error}")
         return 2
     try:
         code, data = args.run(args, out)
         named = {"command": args.command, "status": code}
         out.write_json(data if isinstance(data, list) else named | data)
     except UsageError as error:
-        out.console.print(f"gdn-ops {args.command}: {error}", markup=False)
+        out.error(f"gdn-ops {args.command}: {error}")
         return 2
     except KeyboardInterrupt:
-        out.console.print("interrupted")
+        out.error("interrupted")
         return 130
     return code

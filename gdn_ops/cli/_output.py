@@ -47,6 +47,11 @@ class Output:
             # A pipe or a log: lines as long as they are, not folded at 80 columns.
             self.console.width = 160
 
+    @staticmethod
+    def error(text: str) -> None:
+        """Why there is no result: never among the results, wherever those go."""
+        print(text, file=sys.stderr)
+
     def write_json(self, data: dict | list) -> None:
         if self.json_path is None:
             return
@@ -80,7 +85,8 @@ class Output:
             yield lambda new: self.console.print(f"... {new}", markup=False) if lines else None
             return
         counted = () if total is None else (BarColumn(), MofNCompleteColumn())
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), *counted, TimeElapsedColumn())
+        spinner = SpinnerColumn("dots" if self.console.encoding.startswith("utf") else "line")
+        columns = (spinner, TextColumn("{task.description}"), *counted, TimeElapsedColumn())
         with Progress(*columns, console=self.console, transient=True) as bar:
             task = bar.add_task(text, total=total, completed=-1 if counted else 0)
             yield lambda new: bar.update(task, description=new, advance=1)
