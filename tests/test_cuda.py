@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 
 import pytest
+import test_arguments as arguments
 import torch
 
+import gdn_ops
 from gdn_ops import _native, reference
 
 _native.load()
@@ -724,3 +727,65 @@ def test_other_stream():
 def test_unbuilt_ops_are_refused_by_name():
     with pytest.raises(NotImplementedError, match="gdn::sweep"):
         ops.sweep(torch.zeros(8, device="cuda"))
+
+
+# With a device of its own an op has no host that reads indices, lengths and counts; what is left of
+# every invalid call of test_arguments.py, and a tensor on the CPU among the others.
+@pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
+@pytest.mark.parametrize("op", [op for op in arguments.OPS if op != "linear"])  # torch's product
+def test_every_invalid_call_raises_before_any_write(op, packed, monkeypatch):
+    monkeypatch.setattr(arguments, "K", 64)  # the windows take no smaller one
+    monkeypatch.setattr(arguments, "C", 2 * arguments.H * 64 + arguments.HV * arguments.V)
+    call = getattr(gdn_ops, op)
+    torch.manual_seed(0)
+    args = arguments.on("cuda", arguments.valid(op, packed))
+
+    def valid_call():
+        own = copy.deepcopy(args)
+        results = arguments.outputs(call(**own))
+        return [*results, *(own[name] for name in arguments.written(own))]
+
+    before = valid_call()
+    cases = list(arguments.breaks(op, args))
+    assert len(cases) >= 10
+    wrong = arguments.wrongly_answered(op, cases)
+    assert not wrong, "\n".join(wrong)
+    torch.cuda.synchronize()  # no error that a later call would find
+    assert all(map(torch.equal, valid_call(), before))
+
+
+WINDOWED = ["recurrent_buffered", "window_flush", "decode_buffered"]
+
+
+@pytest.mark.parametrize(
+    "op,name,what,message",
+    [
+        *((op, "K", 32, "K: .* K = 64, 128, 256; got K = 32, R = 5")
+          for op in [*WINDOWED, "recurrent_lowrank", "decode_lowrank"]),
+        *((op, "state", "transposed", "state: .* contiguous, 16-byte aligned key axis")
+          for op in WINDOWED),
+        *((op, "win_k", "off a vector", "win_k: .* 16-byte aligned keys") for op in WINDOWED),
+        ("recurrent_buffered", "q", "every other", "q, k: .* contiguous, 16-byte aligned last"),
+        ("gated_rms_norm", "x", "heads apart", "x, gate: expected rows with one stride"),
+    ],
+)  # fmt: skip
+def test_what_only_these_kernels_refuse(op, name, what, message, monkeypatch):
+    size = 32 if name == "K" else 64
+    monkeypatch.setattr(arguments, "K", size)
+    monkeypatch.setattr(arguments, "C", 2 * arguments.H * size + arguments.HV * arguments.V)
+    args = arguments.on("cuda", arguments.valid(op, False))
+    if what == "transposed":
+        args[name] = args[name].transpose(2, 3).contiguous().transpose(2, 3)
+    elif what == "off a vector":
+        x = args[name]
+        args[name] = x.new_empty(x.numel() + 1)[1:].view(x.shape).copy_(x)
+    elif what == "every other":
+        args[name] = args[name].repeat_interleave(2, -1)[..., ::2]
+    elif what == "heads apart":
+        x = args[name]
+        args[name] = x.transpose(0, 1).contiguous().transpose(0, 1)
+    before = {n: arguments.bits(x).clone() for n, x in args.items() if isinstance(x, torch.Tensor)}
+    with pytest.raises(RuntimeError, match=f"^{op}: {message}"):
+        getattr(gdn_ops, op)(**args)
+    torch.cuda.synchronize()
+    assert all(torch.equal(x, arguments.bits(args[n])) for n, x in before.items())

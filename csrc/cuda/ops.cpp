@@ -1,4 +1,6 @@
-// Torch glue of the CUDA backend: check, allocate, launch on the current stream.
+// Torch glue of the CUDA backend: check, allocate, launch on the current stream of the tensors'
+// device (a guard takes no other kind of device, so it comes after the checks, which name what is
+// elsewhere).
 //
 // An op that is not registered here has no CUDA kernel; the dispatcher refuses it by name.
 #include <ATen/ops/empty.h>
@@ -25,8 +27,8 @@ cudaStream_t stream() { return c10::cuda::getCurrentCUDAStream().stream(); }
 Tensor run_recurrent(const char* op, const Tensor& q, const Tensor& k, const Tensor& v,
                      const GateTensors& gates, Tensor& state, const SeqTensors& seq,
                      std::optional<double> scale, bool qk_l2norm) {
-  const c10::cuda::CUDAGuard guard(q.device());
   RecurrentArgs a = recurrent_args(op, q, k, v, gates, &state, nullptr, seq, scale, qk_l2norm);
+  const c10::cuda::CUDAGuard guard(q.device());
   Tensor out = new_output(v, v.sizes());
   a.out = view_of(out, a.V);
   launched(op, recurrent(a, stream()));
@@ -66,8 +68,8 @@ void check_window(const char* op, const RecurrentArgs& a) {
 Tensor run_window(const char* op, const Tensor& q, const Tensor& k, const Tensor& v,
                   const GateTensors& gates, const Tensor* state, const WindowTensors& window,
                   const SeqTensors& seq, std::optional<double> scale, bool qk_l2norm) {
-  const c10::cuda::CUDAGuard guard(q.device());
   RecurrentArgs a = recurrent_args(op, q, k, v, gates, state, &window, seq, scale, qk_l2norm);
+  const c10::cuda::CUDAGuard guard(q.device());
   Tensor out = new_output(v, v.sizes());
   a.out = view_of(out, a.V);
   check_window(op, a);
@@ -103,9 +105,9 @@ Tensor recurrent_lowrank_op(const Tensor& q, const Tensor& k, const Tensor& v, c
 void window_flush_op(Tensor& state, Tensor& win_k, Tensor& win_u, Tensor& win_g, Tensor& win_fill,
                      const OptTensor& state_indices) {
   const char* op = "window_flush";
-  const c10::cuda::CUDAGuard guard(state.device());
   const WindowTensors window{win_k, win_u, win_g, win_fill};
   const RecurrentArgs a = window_args(op, &state, &window, win_fill, state_indices);
+  const c10::cuda::CUDAGuard guard(state.device());
   check_window(op, a);
   const Tensor memory = scratch(state, window_workspace(a));
   WindowCall call;
@@ -115,10 +117,10 @@ void window_flush_op(Tensor& state, Tensor& win_k, Tensor& win_u, Tensor& win_g,
 }
 
 void window_reset_op(Tensor& win_fill, const OptTensor& state_indices) {
+  const char* op = "window_reset";
+  const RecurrentArgs a = window_args(op, nullptr, nullptr, win_fill, state_indices);
   const c10::cuda::CUDAGuard guard(win_fill.device());
-  launched("window_reset",
-           window_reset(window_args("window_reset", nullptr, nullptr, win_fill, state_indices),
-                        stream()));
+  launched(op, window_reset(a, stream()));
 }
 
 void run_chunk(const char* op, ChunkArgs& a, Tensor& out) {
@@ -132,7 +134,6 @@ std::tuple<Tensor, Tensor> chunk_op(const Tensor& q, const Tensor& k, const Tens
                                     const OptTensor& initial_state, const OptTensor& cu_seqlens,
                                     std::optional<double> scale, bool qk_l2norm,
                                     int64_t chunk_size) {
-  const c10::cuda::CUDAGuard guard(q.device());
   if (q.scalar_type() == at::kDouble) {
     return chunk_forward_aten(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm,
                               chunk_size);
@@ -141,6 +142,7 @@ std::tuple<Tensor, Tensor> chunk_op(const Tensor& q, const Tensor& k, const Tens
   ChunkArgs a = chunk_args("chunk", q, k, v, g, beta,
                            {initial_state, nullptr, none, none, none, cu_seqlens, none, nullptr},
                            scale, qk_l2norm, chunk_size);
+  const c10::cuda::CUDAGuard guard(q.device());
   Tensor out = new_output(v, v.sizes());
   Tensor final_state = at::empty({a.seqs.N, a.HV, a.V, a.K}, v.options().dtype(at::kFloat));
   a.write = states_of(final_state);
@@ -154,12 +156,12 @@ Tensor chunk_prefill_op(const Tensor& q, const Tensor& k, const Tensor& v, const
                         const OptTensor& cu_seqlens, const OptTensor& edge_rows,
                         std::optional<double> scale, bool qk_l2norm, int64_t chunk_size) {
   const char* op = "chunk_prefill";
-  const c10::cuda::CUDAGuard guard(q.device());
   const OptTensor none;
   ChunkArgs a = chunk_args(op, q, k, v, g, beta,
                            {none, &state, read_indices, write_indices, has_initial_state,
                             cu_seqlens, edge_rows, nullptr},
                            scale, qk_l2norm, chunk_size);
+  const c10::cuda::CUDAGuard guard(q.device());
   Tensor out = new_output(v, v.sizes());
   run_chunk(op, a, out);
   return out;
@@ -171,13 +173,13 @@ Tensor chunk_lowrank_op(const Tensor& q, const Tensor& k, const Tensor& v, const
                         const OptTensor& has_initial_state, const OptTensor& cu_seqlens,
                         std::optional<double> scale, bool qk_l2norm, int64_t chunk_size) {
   const char* op = "chunk_lowrank";
-  const c10::cuda::CUDAGuard guard(q.device());
   const OptTensor none;
   const WindowTensors window{win_k, win_u, win_g, win_fill};
   ChunkArgs a =
       chunk_args(op, q, k, v, g, beta,
                  {none, nullptr, state_indices, none, has_initial_state, cu_seqlens, none, &window},
                  scale, qk_l2norm, chunk_size);
+  const c10::cuda::CUDAGuard guard(q.device());
   Tensor out = new_output(v, v.sizes());
   run_chunk(op, a, out);
   return out;
@@ -189,7 +191,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> chunk_backward_op(
     const Tensor& v, const Tensor& g, const Tensor& beta, const OptTensor& initial_state,
     const OptTensor& cu_seqlens, std::optional<double> scale, bool qk_l2norm, int64_t chunk_size) {
   const char* op = "chunk_backward";
-  const c10::cuda::CUDAGuard guard(q.device());
   if (q.scalar_type() != at::kDouble && grad_o.scalar_type() == q.scalar_type()) {
     // Gradients of sums come expanded, states as they please.
     const auto plain = [](const OptTensor& t) {
@@ -199,6 +200,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> chunk_backward_op(
     const OptTensor initial = plain(initial_state), grad_final = plain(grad_final_state);
     ChunkBackwardArgs a = chunk_backward_args(op, given, grad_final, q, k, v, g, beta, initial,
                                               cu_seqlens, scale, qk_l2norm, chunk_size);
+    const c10::cuda::CUDAGuard guard(q.device());
     if (chunk_backward_can(a)) {
       const ChunkArgs& f = a.forward;
       Tensor dq = new_output(q, q.sizes()), dk = new_output(k, k.sizes());
@@ -222,8 +224,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> chunk_backward_op(
 
 std::tuple<Tensor, Tensor> gating_op(const Tensor& a, const Tensor& b, const Tensor& A_log,
                                      const Tensor& dt_bias) {
-  const c10::cuda::CUDAGuard guard(a.device());
   GatingArgs args = gating_args("gating", a, b, A_log, dt_bias);
+  const c10::cuda::CUDAGuard guard(a.device());
   Tensor g = at::empty(a.sizes(), a.options().dtype(at::kFloat));
   Tensor beta = at::empty_like(g);
   args.g = g.data_ptr<float>();
@@ -237,10 +239,10 @@ Tensor short_conv_op(const Tensor& x, const Tensor& weight, const OptTensor& bia
                      const OptTensor& has_initial_state, const OptTensor& cu_seqlens,
                      const OptTensor& num_accepted, const std::string& activation,
                      bool conv_leading) {
-  const c10::cuda::CUDAGuard guard(x.device());
   ConvArgs a = conv_args("short_conv", x, weight, bias, conv_state,
                          {state_indices, has_initial_state, cu_seqlens, num_accepted}, activation,
                          conv_leading);
+  const c10::cuda::CUDAGuard guard(x.device());
   Tensor y = new_output(x, x.sizes());
   a.y = view_of(y, 0);
   launched("short_conv", short_conv(a, stream()));
@@ -269,9 +271,9 @@ std::tuple<Tensor, Tensor> conv1d_op(const Tensor& x, const Tensor& weight, cons
                                      const OptTensor& initial_state, const OptTensor& cu_seqlens,
                                      const std::string& activation,
                                      std::optional<int64_t> state_len) {
-  const c10::cuda::CUDAGuard guard(x.device());
   ConvArgs a =
       conv1d_args("conv1d", x, weight, bias, initial_state, cu_seqlens, activation, state_len);
+  const c10::cuda::CUDAGuard guard(x.device());
   const auto dtype = initial_state ? initial_state->scalar_type() : x.scalar_type();
   Tensor final_state = at::empty({a.seqs.N, a.C, a.state.L}, x.options().dtype(dtype));
   const ConvPool kept = histories_of("conv1d", "final_state", final_state);
@@ -288,19 +290,19 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> conv_gating_op(
     int64_t num_k_heads, int64_t head_k_dim, const OptTensor& state_indices,
     const OptTensor& has_initial_state, const OptTensor& cu_seqlens, const OptTensor& num_accepted,
     bool qk_l2norm, const std::string& activation, bool conv_leading) {
-  const c10::cuda::CUDAGuard guard(mixed_qkv.device());
   ConvGatingArgs f = conv_gating_args("conv_gating", mixed_qkv, a, b, conv_weight, conv_bias, A_log,
                                       dt_bias, conv_state, num_k_heads, head_k_dim,
                                       {state_indices, has_initial_state, cu_seqlens, num_accepted},
                                       qk_l2norm, activation, conv_leading);
+  const c10::cuda::CUDAGuard guard(mixed_qkv.device());
   const Front out(f, mixed_qkv);
   launched("conv_gating", conv_gating(f, stream()));
   return {out.q, out.k, out.v, out.g, out.beta};
 }
 
 Tensor gated_rms_norm_op(const Tensor& x, const Tensor& gate, const Tensor& weight, double eps) {
-  const c10::cuda::CUDAGuard guard(x.device());
   NormArgs a = norm_args("gated_rms_norm", x, gate, weight, eps);
+  const c10::cuda::CUDAGuard guard(x.device());
   TORCH_CHECK(a.heads == 1,
               "gated_rms_norm: x, gate: expected rows with one stride on this device, got strides ",
               x.strides(), " and ", gate.strides());
@@ -317,9 +319,9 @@ Tensor gated_rms_norm_op(const Tensor& x, const Tensor& gate, const Tensor& weig
 Tensor run_decode(const char* op, const DecodeTensors& t, int64_t num_k_heads, int64_t head_k_dim,
                   const SeqTensors& seq, std::optional<double> scale, bool qk_l2norm, double eps,
                   const std::string& activation, bool conv_leading) {
-  const c10::cuda::CUDAGuard guard(t.projected.device());
   DecodeArgs d = decode_args(op, t, num_k_heads, head_k_dim, seq, scale, qk_l2norm, eps, activation,
                              conv_leading);
+  const c10::cuda::CUDAGuard guard(t.projected.device());
   RecurrentArgs& r = d.recurrent;
   // The recurrence normalises q and k in float32, from what the model would round there.
   d.front.l2norm = false;
