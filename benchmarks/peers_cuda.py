@@ -66,10 +66,9 @@ class Case:
     def io_bytes(self) -> int:
         return sum(x.numel() * x.element_size() for x in (*self.inputs, self.v))
 
-    def oracle(self) -> tuple[torch.Tensor, torch.Tensor]:
-        n = CHECKED if self.B >= CHECKED else self.B
-        start = self.pool[self.rows[0][:n].long()].double().cpu()
-        return reference.recurrent(*[x[:n].cpu() for x in self.inputs], start, qk_l2norm=True)
+    def oracle(self, start: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs = [x[: len(start)].cpu() for x in self.inputs]
+        return reference.recurrent(*inputs, start.double().cpu(), qk_l2norm=True)
 
 
 def tolerance(dtype: torch.dtype) -> float:
@@ -98,11 +97,16 @@ def candidates(c: Case, compiled: bool):
     def ours(index):
         return ops.recurrent(*c.inputs, c.pool, index, qk_l2norm=True), None
 
-    found = {"gdn_ops recurrent": ours}
+    transposed = c.pool.transpose(2, 3)
+
+    def columns(index):
+        return ops.recurrent(*c.inputs, transposed, index, qk_l2norm=True), None
+
+    found = {"gdn_ops recurrent": ours, "gdn_ops recurrent, [P, HV, K, V]": columns}
     try:
         from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule
 
-        # Another state layout ([N, HV, K, V]), no pool: reads a given state, writes a new one.
+        # States [N, HV, K, V], no pool: reads a given state, writes a new one.
         states = [c.pool[i * c.B : (i + 1) * c.B] for i in range(len(c.rows))]
 
         def fla(index):
@@ -165,18 +169,13 @@ def decode_table(table, bandwidth, quick):
                     continue
                 c.refill()
                 n = min(CHECKED, B)
-                if "flash" in name:
-                    # Its layout is [N, HV, K, V]; K = V here, so the same bytes serve, transposed.
-                    start = c.pool[:n].transpose(2, 3).double().cpu()
-                    want_o, want_s = reference.recurrent(
-                        *[x[:n].cpu() for x in c.inputs], start, qk_l2norm=True
-                    )
-                    o, new = call(c.rows[0])
-                    got_s = new[:n].transpose(2, 3)
-                else:
-                    want_o, want_s = c.oracle()
-                    o, _ = call(c.rows[0])
-                    got_s = c.pool[c.rows[0][:n].long()]
+                # K = V here, so the same bytes serve either layout of a state.
+                turned = "[P, HV, K, V]" in name or "flash" in name
+                of = (lambda s: s.transpose(2, 3)) if turned else (lambda s: s)
+                first = slice(n) if "flash" in name else c.rows[0][:n].long()
+                want_o, want_s = c.oracle(of(c.pool[first]))
+                o, new = call(c.rows[0])
+                got_s = of(c.pool[first] if new is None else new[:n])
                 errors = (
                     relative_error(o.reshape(B, 1, HV, V)[:n], want_o),
                     relative_error(got_s, want_s),

@@ -78,31 +78,60 @@ def test_recurrent_dtypes_and_layouts(T, dtype, state_dtype, layout):
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("state_dtype", DTYPES)
+@pytest.mark.parametrize("K", [64, 128, 256])
+@pytest.mark.parametrize("V", [4, 60, 64, 130, 192])  # 130: no whole vectors
+def test_recurrent_transposed_shapes(K, V, state_dtype):
+    index, fresh = torch.tensor([4, -1, 2]), torch.tensor([True, True, False])
+    for T in (1, 4):
+        run_recurrent(
+            inputs(3, T, 2, 6, K, V, torch.bfloat16), pool(5, 6, V, K, state_dtype, "kv"),
+            state_dtype, state_indices=index, has_initial_state=fresh, qk_l2norm=True,
+        )  # fmt: skip
+
+
+def test_recurrent_transposed_inside_a_bigger_pool():
+    """Bytes beside the pool stay, and heads whose distance is no whole vector take another path."""
+    for gap in (8, 1):
+        base = torch.full((3, 4, 128 * 64 + gap), 7.0, device="cuda")
+        state = base[:, :, : 128 * 64].unflatten(2, (128, 64)).transpose(2, 3)
+        state.normal_()
+        start, args = state.cpu(), inputs(3, 2, 2, 4, 128, 64)
+        want_o, want_s = reference.recurrent(*args, start)
+        close("o", ops.recurrent(*gpu(*args), state), want_o, torch.float32)
+        close("state", state, want_s, torch.float32)
+        assert (base[:, :, 128 * 64 :] == 7).all()
+
+
 @pytest.mark.parametrize("K", [1, 8, 16, 64, 80, 100, 256, 512])
 @pytest.mark.parametrize("V", [1, 8, 64, 130])
 def test_recurrent_shapes(K, V):
     run_recurrent(inputs(2, 2, 1, 3, K, V), pool(2, 3, V, K), torch.float32, qk_l2norm=True)
 
 
-def test_recurrent_packed_with_empty_sequences():
+@pytest.mark.parametrize("layout", ["vk", "kv"])
+def test_recurrent_packed_with_empty_sequences(layout):
     cu = torch.tensor([0, 0, 3, 3, 8, 9], dtype=torch.int32)
     args = inputs(1, 9, 2, 4, 128, 128)
     index = torch.tensor([1, 0, 4, 3, -1], dtype=torch.int32)
-    run_recurrent(args, pool(6, 4, 128, 128), torch.float32, cu_seqlens=cu, state_indices=index)
+    state = pool(6, 4, 128, 128, layout=layout)
+    run_recurrent(args, state, torch.float32, cu_seqlens=cu, state_indices=index)
 
 
+@pytest.mark.parametrize("layout", ["vk", "kv"])
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
-def test_recurrent_speculative(state_dtype):
+def test_recurrent_speculative(state_dtype, layout):
     args = inputs(3, 3, 2, 6, 128, 128)
     table = torch.tensor([[4, 5, 6], [1, 2, -1], [7, 8, 9]])
     accepted = torch.tensor([0, 2, 3])
     run_recurrent(
-        args, pool(10, 6, 128, 128, state_dtype), state_dtype,
+        args, pool(10, 6, 128, 128, state_dtype, layout), state_dtype,
         state_indices=table, num_accepted=accepted, qk_l2norm=True,
     )  # fmt: skip
 
 
-def test_untouched_rows_and_poisoned_padding():
+@pytest.mark.parametrize("layout", ["vk", "kv"])
+def test_untouched_rows_and_poisoned_padding(layout):
     args = [x.clone() for x in inputs(4, 1, 2, 4, 128, 128)]
     for x in args[:3]:
         x[1] = x[3] = float("nan")
@@ -111,19 +140,22 @@ def test_untouched_rows_and_poisoned_padding():
     index = torch.tensor([2, -1, 6, -7])
     fresh = torch.tensor([True, True, False, True])
     device = state.cuda()
-    o = ops.recurrent(*gpu(*args), device, index.cuda(), fresh.cuda())
+    view = device if layout == "vk" else device.transpose(2, 3)
+    o = ops.recurrent(*gpu(*args), view, index.cuda(), fresh.cuda())
     assert (o[1] == 0).all() and (o[3] == 0).all() and torch.isfinite(o).all()
     untouched = [0, 1, 3, 4, 5, 7]
     assert torch.equal(device[untouched].cpu(), state[untouched])
     assert torch.isfinite(device).all()
 
 
+@pytest.mark.parametrize("layout", ["vk", "kv"])
 @pytest.mark.parametrize("state_dtype", DTYPES)
-def test_same_bits_alone_and_in_a_batch(state_dtype):
+def test_same_bits_alone_and_in_a_batch(state_dtype, layout):
     """Large batches take other tiles than small ones; a row must not notice."""
     B, HV = 64, 16
     args = inputs(B, 1, 4, HV, 128, 128, torch.bfloat16)
-    state = pool(B, HV, 128, 128, state_dtype).cuda()
+    state = pool(B, HV, 128, 128, state_dtype, layout).cuda()
+    assert state.stride(3 if layout == "vk" else 2) == 1
     alone = state[7:8].clone()
     o = ops.recurrent(*gpu(*args), state, qk_l2norm=True)
     o1 = ops.recurrent(*[x[7:8].cuda() for x in args], alone, qk_l2norm=True)

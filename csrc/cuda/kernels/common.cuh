@@ -196,6 +196,23 @@ __device__ __forceinline__ void raw_to_float(const RawVec<T, N>& r, float* f) {
     }
   }
 }
+// N floats rounded to T where they lie together and aligned.
+template <class T, int N>
+__device__ __forceinline__ void store_floats(T* p, const float* f) {
+  constexpr int BYTES = N * sizeof(T);
+  alignas(16) T x[N];
+#pragma unroll
+  for (int i = 0; i < N; i++) x[i] = from_float<T>(f[i]);
+  if constexpr (BYTES % 16 == 0) {
+#pragma unroll
+    for (int i = 0; i < BYTES / 16; i++) {
+      reinterpret_cast<uint4*>(p)[i] = reinterpret_cast<const uint4*>(x)[i];
+    }
+  } else {
+    static_assert(BYTES == 8, "at least eight bytes");
+    *reinterpret_cast<uint2*>(p) = *reinterpret_cast<const uint2*>(x);
+  }
+}
 
 // Division of n < 2^16 by a divisor fixed per launch.
 struct FastDiv {
@@ -256,13 +273,18 @@ __device__ __forceinline__ float lane_sum(float x) {
 
 // Sums NV values at once over groups of LANES lanes: each step halves the values a lane still
 // carries, so NV sums cost about NV shuffles. Lane l of a group ends with the sum of value
-// l / (LANES / NV). A recursion, because an index that the compiler does not fold would move the
-// array to local memory.
+// l / (LANES / NV), or, of more values than lanes, with the NV / LANES sums from l * NV / LANES on.
+// A recursion, because an index that the compiler does not fold would move the array to local
+// memory.
 template <int NV, int LANES>
-__device__ __forceinline__ float transpose_sum(const float (&x)[NV], int lane) {
-  static_assert(NV <= LANES && (NV & (NV - 1)) == 0, "powers of two");
+__device__ __forceinline__ void scatter_sum(const float (&x)[NV], int lane,
+                                            float (&sums)[NV < LANES ? 1 : NV / LANES]) {
+  static_assert((NV & (NV - 1)) == 0 && (LANES & (LANES - 1)) == 0, "powers of two");
   if constexpr (NV == 1) {
-    return lane_sum<LANES>(x[0]);
+    sums[0] = lane_sum<LANES>(x[0]);
+  } else if constexpr (LANES == 1) {
+#pragma unroll
+    for (int i = 0; i < NV; i++) sums[i] = x[i];
   } else {
     float half[NV / 2];
     const bool upper = lane & (LANES / 2);
@@ -271,8 +293,15 @@ __device__ __forceinline__ float transpose_sum(const float (&x)[NV], int lane) {
       const float low = x[i], high = x[i + NV / 2];
       half[i] = (upper ? high : low) + __shfl_xor_sync(kFullMask, upper ? low : high, LANES / 2);
     }
-    return transpose_sum<NV / 2, LANES / 2>(half, lane);
+    scatter_sum<NV / 2, LANES / 2>(half, lane, sums);
   }
+}
+template <int NV, int LANES>
+__device__ __forceinline__ float transpose_sum(const float (&x)[NV], int lane) {
+  static_assert(NV <= LANES, "one sum a lane");
+  float sum[1];
+  scatter_sum<NV, LANES>(x, lane, sum);
+  return sum[0];
 }
 
 // sequence_of with rows outside the pool turned into padding, so that a stale index cannot reach
@@ -337,6 +366,17 @@ __device__ __forceinline__ uint4 load_state(const void* p) {
   uint4 r;
   asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v4.u32 {%0,%1,%2,%3}, [%4], %5;"
                : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
+               : "l"(p), "l"(policy)
+               : "memory");
+  return r;
+}
+// Eight bytes of it.
+__device__ __forceinline__ uint2 load_state_half(const void* p) {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+  uint2 r;
+  asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v2.u32 {%0,%1}, [%2], %3;"
+               : "=r"(r.x), "=r"(r.y)
                : "l"(p), "l"(policy)
                : "memory");
   return r;

@@ -48,14 +48,7 @@ __device__ __forceinline__ void norm_row(const NormArgs& a, const XT* px, const 
                           z[j + e], a.dtype);
         if (QUIET && sum == 0.f) y[e] = 0.f;
       }
-      if constexpr (sizeof(XT) == 4) {
-        *reinterpret_cast<float4*>(py + c) = make_float4(y[0], y[1], y[2], y[3]);
-      } else {
-        alignas(8) XT h[4];
-#pragma unroll
-        for (int e = 0; e < 4; e++) h[e] = from_float<XT>(y[e]);
-        *reinterpret_cast<uint2*>(py + c) = *reinterpret_cast<const uint2*>(h);
-      }
+      store_floats<XT, 4>(py + c, y);
     }
   } else {
     float sum = 0.f;

@@ -6,11 +6,16 @@ namespace gdn {
 namespace cuda {
 namespace {
 
-bool rows_can(const RecurrentArgs& a) {
-  const int64_t e = 16 / size_of(a.state.dtype);
-  return (a.K == 64 || a.K == 128 || a.K == 256) && vector_state(a.state) &&
-         a.q.dtype == a.k.dtype && a.q.dtype == a.v.dtype && a.q.dtype == a.out.dtype &&
-         vector_view(a.q, e) && vector_view(a.k, e);
+bool vectors_can(const RecurrentArgs& a) {
+  const DType d = a.q.dtype;
+  if ((a.K != 64 && a.K != 128 && a.K != 256) || !vector_pool(a.state)) return false;
+  if (a.k.dtype != d || a.v.dtype != d || a.out.dtype != d) return false;
+  if (a.state.s_k == 1) {  // recurrent_rows
+    const int64_t e = 16 / size_of(a.state.dtype);
+    return vector_view(a.q, e) && vector_view(a.k, e);
+  }
+  return a.V % Columns::kVector == 0 && vector_view(a.q, Columns::kRows) &&
+         vector_view(a.k, Columns::kRows) && vector_view(a.v, Columns::kVector);
 }
 
 cudaError_t launch_any(const RecurrentArgs& a, cudaStream_t stream) {
@@ -38,7 +43,7 @@ cudaError_t launch_any(const RecurrentArgs& a, cudaStream_t stream) {
 
 cudaError_t recurrent(const RecurrentArgs& a, cudaStream_t stream, bool early) {
   if (a.seqs.N == 0 || a.V == 0) return cudaSuccess;
-  if (!rows_can(a)) return launch_any(a, stream);
+  if (!vectors_can(a)) return launch_any(a, stream);
   switch (a.state.dtype) {
     case DType::f32:
       return recurrent_f32(a, early, stream);

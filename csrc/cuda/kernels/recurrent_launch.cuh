@@ -1,8 +1,9 @@
-// Chooses tile and launch of recurrent_rows for one state dtype; instantiated once per dtype so
-// that the files compile side by side.
+// Chooses kernel, tile and launch of the recurrence for one state dtype; instantiated once per
+// dtype so that the files compile side by side.
 #pragma once
 
 #include "launch.h"
+#include "recurrent_columns.cuh"
 #include "recurrent_rows.cuh"
 #include "select.h"
 
@@ -28,11 +29,36 @@ cudaError_t launch_rows(const RecurrentArgs& a, bool early, cudaStream_t stream)
   return cudaSuccess;
 }
 
+template <class ST, class AT, int K, bool ONE>
+cudaError_t launch_columns(const RecurrentArgs& a, bool early, cudaStream_t stream) {
+  // 128 registers a thread, or 168 where tokens follow one another.
+  constexpr int warps = Columns::warps(K), blocks = (ONE ? 16 : 12) / warps;
+  ColumnsGrid grid;
+  grid.early = early;
+  grid.ahead = blocks * multiprocessors();  // about the blocks that run at once
+  grid.column_blocks =
+      FastDiv(static_cast<uint32_t>((a.V + Columns::kWidth - 1) / Columns::kWidth));
+  grid.ratio = FastDiv(static_cast<uint32_t>(a.HV / a.H));
+  for (; grid.first < a.seqs.N; grid.first += kMaxGridY) {
+    const int64_t count = a.seqs.N - grid.first < kMaxGridY ? a.seqs.N - grid.first : kMaxGridY;
+    const cudaError_t error = launch(recurrent_columns<ST, AT, K, blocks, ONE>,
+                                     dim3(static_cast<unsigned>(a.HV) * grid.column_blocks.divisor,
+                                          static_cast<unsigned>(count)),
+                                     dim3(warps * 32), 0, stream, a, grid);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
 // Lanes a row are the same in every variant of a (state dtype, K), so that the choice, which
 // depends on the batch, changes no bit of a result. docs/tried/cuda.md has what other tiles gave.
 template <class ST, class AT, int K>
 cudaError_t launch_k(const RecurrentArgs& a, bool early, cudaStream_t stream) {
   const bool one = !a.seqs.cu_seqlens.ptr && a.seqs.T == 1 && a.seqs.S == 0;
+  if (a.state.s_k != 1) {
+    return one ? launch_columns<ST, AT, K, true>(a, early, stream)
+               : launch_columns<ST, AT, K, false>(a, early, stream);
+  }
   if constexpr (sizeof(ST) == 4) {
     constexpr int lanes = K == 256 ? 32 : 16;
     return one ? launch_rows<ST, AT, K, 4, lanes, 2, 16, true>(a, early, stream)

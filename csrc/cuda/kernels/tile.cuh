@@ -47,6 +47,19 @@ __device__ __forceinline__ RawRow<RT, AT> load_row(const AT* p, int l) {
   return r;
 }
 
+// A row of a token, from its S k and S q: what multiplies the raw key, and the output.
+__device__ __forceinline__ void row_step(float decay, float beta, float rk, float rq, float kq,
+                                         float scale, float sk, float sq, float v, float* urk,
+                                         float* o) {
+  const float u = __fmul_rn(beta, __fmaf_rn(-__fmul_rn(decay, rk), sk, v));
+  *o = __fmul_rn(scale, __fmaf_rn(__fmul_rn(decay, rq), sq, __fmul_rn(kq, u)));
+  *urk = __fmul_rn(u, rk);
+}
+// An element of the state behind the token.
+__device__ __forceinline__ float updated(float old, float decay, float urk, float k) {
+  return __fmaf_rn(urk, k, __fmul_rn(decay, old));
+}
+
 // What one token does to a head, apart from its values.
 template <class RT>
 struct TokenStep {
@@ -85,13 +98,11 @@ struct TokenStep {
     const float other = __shfl_xor_sync(kFullMask, total, RT::LPR / 2);
     const bool upper = l >= RT::LPR / 2;
     const float sk = upper ? other : total, sq = upper ? total : other;
-    const float u = __fmul_rn(beta, __fmaf_rn(-__fmul_rn(decay, rk), sk, v));
-    *o = __fmul_rn(scale, __fmaf_rn(__fmul_rn(decay, rq), sq, __fmul_rn(kq, u)));
-    *urk = __fmul_rn(u, rk);
+    row_step(decay, beta, rk, rq, kq, scale, sk, sq, v, urk, o);
   }
 
   __device__ __forceinline__ float update(float old, float ur, int c) const {
-    return __fmaf_rn(ur, k[c], __fmul_rn(decay, old));
+    return updated(old, decay, ur, k[c]);
   }
 };
 
