@@ -436,7 +436,7 @@ def test_window_counts_survive_more_blocks_than_a_byte_counts():
     assert win[3].cpu().tolist() == [2, 2]
 
 
-@pytest.mark.parametrize("op", ["recurrent", "buffered", "lowrank"])
+@pytest.mark.parametrize("op", ["recurrent", "transposed", "buffered", "lowrank"])
 @pytest.mark.parametrize("state_dtype", DTYPES)
 def test_drift_over_2000_steps(state_dtype, op):
     """The error against float64 settles: it must not grow with the steps. Low rank is compared with
@@ -458,6 +458,8 @@ def test_drift_over_2000_steps(state_dtype, op):
         row = [x[t][:, None] for x in (q, k, v, g, beta)]
         if op == "recurrent":
             o = ops.recurrent(*row, state)
+        elif op == "transposed":
+            o = ops.recurrent(*row, state.transpose(2, 3))
         elif op == "buffered":
             o = ops.recurrent_buffered(*row, state, *win)
         else:
@@ -626,14 +628,15 @@ def layer(B, T, H, HV, K, V, dtype, seed=2):
     }
 
 
+@pytest.mark.parametrize("layout", ["vk", "kv"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("T,K,V", [(1, 128, 128), (3, 128, 128), (1, 48, 20)])
-def test_decode(T, K, V, dtype):
+def test_decode(T, K, V, dtype, layout):
     H, HV, P, B = 2, 6, 5, 3
     x = layer(B, T, H, HV, K, V, dtype)
     C = 2 * H * K + HV * V
     conv = torch.randn(P, C, 3, generator=torch.Generator().manual_seed(4)).to(dtype)
-    state = pool(P, HV, V, K)
+    state = pool(P, HV, V, K, layout=layout)
     index = torch.tensor([3, -1, 1])
     x["projected"][1] = float("nan")
     want, want_conv, want_state = reference.decode(*x.values(), conv, state, H, K, index)
