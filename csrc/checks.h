@@ -101,7 +101,7 @@ ConvGatingArgs conv_gating_args(const char* op, const at::Tensor& mixed_qkv, con
                                 bool qk_l2norm, const std::string& activation, bool conv_leading);
 
 // x and gate [..., V] with rows of one stride, or heads of one stride inside tokens of another
-// (NormArgs::heads above 1: a backend that cannot take those must copy or refuse). The caller sets
+// (NormArgs::heads above 1: a backend whose kernel cannot take those must copy). The caller sets
 // `y`.
 NormArgs norm_args(const char* op, const at::Tensor& x, const at::Tensor& gate,
                    const at::Tensor& weight, double eps);

@@ -328,8 +328,7 @@ def mix(
             )  # fmt: skip
         else:
             o = _ops.recurrent.default(q, k, v, g, beta, states.state, *sequences, None, True)
-    # Every device's norm takes rows of one stride; the heads of z inside the projection have two.
-    z = z.contiguous().unflatten(-1, (h.num_v_heads, h.head_v_dim))
+    z = z.unflatten(-1, (h.num_v_heads, h.head_v_dim))
     return _ops.gated_rms_norm.default(o, z, mixer.norm_weight, mixer.eps).flatten(-2)
 
 

@@ -603,6 +603,19 @@ def test_short_conv_speculative():
     assert torch.equal(device.cpu(), want_state.float())
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("V,first", [(128, 64), (128, 61), (20, 3)])
+def test_gated_rms_norm_of_heads_inside_tokens(V, first, dtype):
+    r = torch.Generator().manual_seed(9)
+    x = torch.randn(2, 4, 5, V, generator=r).to(dtype).transpose(1, 2)
+    gate = torch.randn(2, 5, 7 * V, generator=r).to(dtype)[..., first:][..., : 4 * V]
+    gate, w = gate.unflatten(-1, (4, V)), torch.randn(V, generator=r)
+    y = ops.gated_rms_norm(*gpu(x, gate, w))
+    close("y", y, reference.gated_rms_norm(x, gate, w), dtype, 2)
+    dense = ops.gated_rms_norm(*(t.cuda().contiguous() for t in (x, gate, w)))
+    assert torch.equal(y, dense) and y.is_contiguous()
+
+
 @pytest.mark.parametrize("dtype,gate,weight", list(itertools.product(DTYPES, DTYPES, [0, 1])))
 @pytest.mark.parametrize("V", [128, 256, 100])
 def test_gated_rms_norm(V, dtype, gate, weight):

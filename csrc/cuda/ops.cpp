@@ -303,9 +303,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> conv_gating_op(
 Tensor gated_rms_norm_op(const Tensor& x, const Tensor& gate, const Tensor& weight, double eps) {
   NormArgs a = norm_args("gated_rms_norm", x, gate, weight, eps);
   const c10::cuda::CUDAGuard guard(x.device());
-  TORCH_CHECK(a.heads == 1,
-              "gated_rms_norm: x, gate: expected rows with one stride on this device, got strides ",
-              x.strides(), " and ", gate.strides());
   Tensor y = new_output(x, x.sizes());
   a.y = y.data_ptr();
   launched("gated_rms_norm", gated_rms_norm(a, stream()));

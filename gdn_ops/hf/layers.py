@@ -348,6 +348,10 @@ class PatchedGatedDeltaNet:
         if mode == "full":
             self._gdn_fold(layer)
         state = None if mode == "lowrank" else layer.recurrent_states[0].transpose(-1, -2)
+        if mode == "buffered" and not (state.is_cpu or state.is_contiguous()):
+            # A reordered or foreign cache, whose layout the windows of devices do not take.
+            state = state.contiguous()
+            layer.recurrent_states[0] = state.transpose(-1, -2)
         window = () if mode == "full" else tuple(layer.recurrent_states[i] for i in WINDOW_SLOTS)
         return layers.mix(
             projected, mixer, layers.States(layer.conv_states[0], state, *window), state_mode=mode

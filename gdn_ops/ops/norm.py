@@ -18,8 +18,8 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float = 1e-6) -
 
     Args:
         x: ``[..., V]``, V up to 512, the last dimension contiguous and the others of one stride
-            (what ``view(-1, V)`` takes). The CPU and the XPU also take heads that lie in one stride
-            inside tokens of another, as a slice of a packed projection does.
+            (what ``view(-1, V)`` takes), or heads that lie in one stride inside tokens of another,
+            as a slice of a packed projection does.
         gate: the shape of x, its own dtype and, under the same conditions, strides.
         weight: ``[V]``. eps: added to the mean square.
 

@@ -71,9 +71,15 @@ __global__ void __launch_bounds__(128) norm_rows(const __grid_constant__ NormArg
   let_next_kernel_start();
   for (int64_t row = static_cast<int64_t>(blockIdx.x) * 4 + (threadIdx.x >> 5); row < a.rows;
        row += static_cast<int64_t>(gridDim.x) * 4) {
-    norm_row<XT, GT, PER_LANE, false>(a, static_cast<const XT*>(a.x) + row * a.s_x,
-                                      static_cast<const GT*>(a.gate) + row * a.s_gate,
-                                      static_cast<XT*>(a.y) + row * a.V, threadIdx.x & 31);
+    int64_t token = row, head = 0;
+    if (a.heads > 1) {
+      token = row / a.heads;
+      head = row - token * a.heads;
+    }
+    norm_row<XT, GT, PER_LANE, false>(
+        a, static_cast<const XT*>(a.x) + token * a.s_x + head * a.s_x_head,
+        static_cast<const GT*>(a.gate) + token * a.s_gate + head * a.s_gate_head,
+        static_cast<XT*>(a.y) + row * a.V, threadIdx.x & 31);
   }
 }
 

@@ -100,7 +100,7 @@ cudaError_t token(const ConvArgs& a, const ConvTarget& to, const GateOutputs& ga
 template <class XT, class GT>
 cudaError_t norm_launch(const NormArgs& a, cudaStream_t stream) {
   const bool vec = aligned(a.x, 16) && aligned(a.gate, 16) && aligned(a.y, 16) && a.s_x % 4 == 0 &&
-                   a.s_gate % 4 == 0;
+                   a.s_gate % 4 == 0 && a.s_x_head % 4 == 0 && a.s_gate_head % 4 == 0;
   const dim3 grid(blocks_for(a.rows, 4));
   if (vec && a.V == 128) return launch(norm_rows<XT, GT, 4>, grid, dim3(128), 0, stream, a);
   if (vec && a.V == 256) return launch(norm_rows<XT, GT, 8>, grid, dim3(128), 0, stream, a);
