@@ -607,7 +607,7 @@ def test_short_conv_speculative():
 @pytest.mark.parametrize("V,first", [(128, 64), (128, 61), (20, 3)])
 def test_gated_rms_norm_of_heads_inside_tokens(V, first, dtype):
     r = torch.Generator().manual_seed(9)
-    x = torch.randn(2, 4, 5, V, generator=r).to(dtype).transpose(1, 2)
+    x = torch.randn(2, 5, 6, V, generator=r).to(dtype)[:, :, 1:5]
     gate = torch.randn(2, 5, 7 * V, generator=r).to(dtype)[..., first:][..., : 4 * V]
     gate, w = gate.unflatten(-1, (4, V)), torch.randn(V, generator=r)
     y = ops.gated_rms_norm(*gpu(x, gate, w))
@@ -814,7 +814,6 @@ WINDOWED = ["recurrent_buffered", "window_flush", "decode_buffered"]
           for op in WINDOWED),
         *((op, "win_k", "off a vector", "win_k: .* 16-byte aligned keys") for op in WINDOWED),
         ("recurrent_buffered", "q", "every other", "q, k: .* contiguous, 16-byte aligned last"),
-        ("gated_rms_norm", "x", "heads apart", "x, gate: expected rows with one stride"),
     ],
 )  # fmt: skip
 def test_what_only_these_kernels_refuse(op, name, what, message, monkeypatch):
@@ -829,9 +828,6 @@ def test_what_only_these_kernels_refuse(op, name, what, message, monkeypatch):
         args[name] = x.new_empty(x.numel() + 1)[1:].view(x.shape).copy_(x)
     elif what == "every other":
         args[name] = args[name].repeat_interleave(2, -1)[..., ::2]
-    elif what == "heads apart":
-        x = args[name]
-        args[name] = x.transpose(0, 1).contiguous().transpose(0, 1)
     before = {n: arguments.bits(x).clone() for n, x in args.items() if isinstance(x, torch.Tensor)}
     with pytest.raises(RuntimeError, match=f"^{op}: {message}"):
         getattr(gdn_ops, op)(**args)
