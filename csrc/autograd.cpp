@@ -269,6 +269,40 @@ using ChunkBackwardSchema = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, T
     const Tensor&, const OptTensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
     const Tensor&, const OptTensor&, const OptTensor&, std::optional<double>, bool, c10::SymInt);
 
+// The backward as a node of its own, so that what create_graph leaves behind says, when it is
+// differentiated, that it cannot be; torch would take its gradients for zero.
+struct ChunkBackward : torch::autograd::Function<ChunkBackward> {
+  static variable_list forward(AutogradContext*, const Tensor& grad_o,
+                               const OptTensor& grad_final_state, const Tensor& q, const Tensor& k,
+                               const Tensor& v, const Tensor& g, const Tensor& beta,
+                               const OptTensor& initial_state, const OptTensor& cu_seqlens,
+                               std::optional<double> scale, bool qk_l2norm,
+                               c10::SymInt chunk_size) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    static auto call = typed_op<ChunkBackwardSchema>("gdn::chunk_backward");
+    auto [dq, dk, dv, dg, dbeta, dstate] =
+        call.call(grad_o, grad_final_state, q, k, v, g, beta, initial_state, cu_seqlens, scale,
+                  qk_l2norm, chunk_size);
+    return {dq, dk, dv, dg, dbeta, dstate};
+  }
+  static variable_list backward(AutogradContext*, const variable_list&) {
+    TORCH_CHECK(false, "chunk: has no second derivative (its backward is differentiable once)");
+  }
+};
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> chunk_backward(
+    const Tensor& grad_o, const OptTensor& grad_final_state, const Tensor& q, const Tensor& k,
+    const Tensor& v, const Tensor& g, const Tensor& beta, const OptTensor& initial_state,
+    const OptTensor& cu_seqlens, std::optional<double> scale, bool qk_l2norm,
+    c10::SymInt chunk_size) {
+  check_all_given(
+      "chunk_backward",
+      {{"grad_o", &grad_o}, {"q", &q}, {"k", &k}, {"v", &v}, {"g", &g}, {"beta", &beta}});
+  const auto out = ChunkBackward::apply(grad_o, grad_final_state, q, k, v, g, beta, initial_state,
+                                        cu_seqlens, scale, qk_l2norm, std::move(chunk_size));
+  return {out[0], out[1], out[2], out[3], out[4], out[5]};
+}
+
 struct Chunk : torch::autograd::Function<Chunk> {
   static variable_list forward(AutogradContext* ctx, const Tensor& q, const Tensor& k,
                                const Tensor& v, const Tensor& g, const Tensor& beta,
@@ -331,6 +365,7 @@ TORCH_LIBRARY_IMPL(gdn, Autograd, m) {
   m.impl("gated_rms_norm", &gated_rms_norm);
   m.impl("conv1d", &conv1d);
   m.impl("chunk", &chunk);
+  m.impl("chunk_backward", &chunk_backward);
 }
 
 // Where a backend has no kernel of its own.

@@ -880,6 +880,18 @@ def test_fla_names():
             f(q, k, v, g=g, beta=beta, A_log=A_log)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_second_derivative_is_refused(dtype):
+    """It came out as zero, with a warning of torch's: a gradient penalty lost the layer's share."""
+    args = leaves([x.to(dtype) for x in make_qkv(1, 20, 1, 2, 8, 8)])
+    o, _ = gdn_ops.chunk(*args)
+    grads = torch.autograd.grad(o.square().sum(), args, create_graph=True)
+    o2, _ = gdn_ops.chunk(*args)
+    assert all(map(torch.equal, grads, torch.autograd.grad(o2.square().sum(), args)))
+    with pytest.raises(RuntimeError, match="chunk: has no second derivative"):
+        sum(x.square().sum() for x in grads).backward()
+
+
 # --- dispatch
 
 
