@@ -418,7 +418,7 @@ def _dispatch(cls: type, func: Any, types: Any, args: tuple, kwargs: dict | None
         return tuple(map(call.wrap, call.rule.outputs, result))
 
 
-def _linear(func, types, args=(), kwargs=None):
+def _linear(cls: type, func: Any, types: Any, args: tuple, kwargs: dict | None) -> Any:
     """Torch's own product, which has its own rules."""
     return torch.nn.functional.linear(*args, **(kwargs or {}))
 

@@ -221,6 +221,31 @@ def check_gradients_of(
         assert error < 3e-6, f"gradient of {name}, outputs {used}: {error:.1e}"
 
 
+def check_linear(mesh: DeviceMesh) -> None:
+    """Split by columns, by rows and by batch, with and without gradients; torch's rules."""
+    gen = torch.Generator().manual_seed(3)
+    x, weight = torch.randn(4, 3, 16, generator=gen), torch.randn(12, 16, generator=gen)
+    leaves = [t.clone().requires_grad_() for t in (x, weight)]
+    y = gdn_ops.linear(*leaves)
+    want = (y, *torch.autograd.grad(y.square().sum(), leaves))
+    for name, places in {
+        "columns": (Replicate(), Shard(0)),
+        "rows": (Shard(2), Shard(1)),
+        "batch": (Shard(0), Replicate()),
+        "replicated": (Replicate(), Replicate()),
+    }.items():
+        parts = [distribute_tensor(t, mesh, [p]) for t, p in zip((x, weight), places, strict=True)]
+        close(name, full(gdn_ops.linear(*parts)), want[0])
+        for part in parts:
+            part.requires_grad_()
+        got = gdn_ops.linear(*parts)
+        grads = torch.autograd.grad(
+            got.redistribute(placements=[Replicate()]).square().sum(), parts
+        )
+        for what, a, b in zip(("y", "dx", "dw"), (got, *grads), want, strict=True):
+            close(f"{name}: {what}", full(a), b)
+
+
 def refused(message: str, function: Callable[[], object]) -> None:
     try:
         function()
@@ -503,6 +528,7 @@ def checks(world: int) -> dict[str, tuple[Callable[[DeviceMesh], None], bool]]:
         "pool": check_pool_of_dtensors,
         "packed": check_packed_helper,
         "training": check_training,
+        "linear": check_linear,
         "layer-full": partial(check_layer, state_mode="full"),
     }
     if world == 2:
