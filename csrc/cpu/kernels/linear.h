@@ -4,14 +4,24 @@
 // Up to GDN_LINEAR_LIMIT rows, a row of y has the same bits whichever rows it shares the call with:
 // each product is summed over K in an order that depends on K alone.
 
-// Rows of x, by DType, up to which this beat torch's product (docs/cpu.md).
-#if GDN_SIMD_AMX || GDN_SIMD_AVX512BF16
+// Rows of x, by DType, up to which this beat torch's product (docs/cpu.md). AVX512-BF16 without AMX
+// is AMD's, where torch's float32 product is slow.
+#if GDN_SIMD_AMX
 #define GDN_LINEAR_LIMIT {8, 32, 8}
+#elif GDN_SIMD_AVX512BF16
+#define GDN_LINEAR_LIMIT {64, 32, 8}
 #else
 #define GDN_LINEAR_LIMIT {8, 32, 32}
 #endif
 
 constexpr int64_t kLinearBlock = 16;  // rows of weights that a task takes
+
+// One thread for less than a parallel region costs to start.
+static Parallel linear_threads(const Parallel& parallel, int64_t weights_read) {
+  Parallel few = parallel;
+  if (weights_read < 1 << 16) few.threads = 1;
+  return few;
+}
 
 // --- any instruction set: rows of weights and rows of x whose sums stay in registers
 
@@ -118,7 +128,9 @@ static void linear_vectors(const LinearArgs& a, int64_t first, const Parallel& p
     }
     for (; n < last; ++n) rows(n, std::integral_constant<int, 1>());
   };
-  parallel_for(parallel, (a.N - first + kLinearBlock - 1) / kLinearBlock, body);
+  const int64_t passes = (a.M + kLinearColumns - 1) / kLinearColumns;
+  parallel_for(linear_threads(parallel, passes * (a.N - first) * a.K),
+               (a.N - first + kLinearBlock - 1) / kLinearBlock, body);
 }
 
 #if GDN_SIMD_AMX
@@ -244,29 +256,26 @@ static void linear_tiles(const LinearArgs& a, const Parallel& parallel) {
       }
     }
   };
-  parallel_for(parallel, a.N / kTileRow, body);
+  parallel_for(linear_threads(parallel, a.N * a.K), a.N / kTileRow, body);
 }
 #endif
 
 static void linear(const LinearArgs& a, const Parallel& parallel) {
-  Parallel few = parallel;
-  // Less than a parallel region costs to start.
-  if (a.N * a.K < 1 << 16) few.threads = 1;
 #if GDN_SIMD_AMX
   if (a.dtype == DType::bf16 && a.K % kTileDepth == 0 && a.M <= kTiledRows) {
-    linear_tiles(a, few);
+    linear_tiles(a, parallel);
     const int64_t whole = a.N / kTileRow * kTileRow;
-    if (whole < a.N) linear_vectors<WideProducts<bf16_t>, bf16_t>(a, whole, few);
+    if (whole < a.N) linear_vectors<WideProducts<bf16_t>, bf16_t>(a, whole, parallel);
     return;
   }
 #endif
 #if GDN_SIMD_AVX512BF16 && !GDN_SIMD_AMX
   if (a.dtype == DType::bf16 && a.K % kPairStep == 0) {
-    return linear_vectors<PairProducts, bf16_t>(a, 0, few);
+    return linear_vectors<PairProducts, bf16_t>(a, 0, parallel);
   }
 #endif
   with_type(a.dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
-    linear_vectors<WideProducts<T>, T>(a, 0, few);
+    linear_vectors<WideProducts<T>, T>(a, 0, parallel);
   });
 }
