@@ -345,16 +345,48 @@ std::tuple<Tensor, Tensor> chunk(const Tensor& q, const Tensor& k, const Tensor&
   return {out[0], out[1]};
 }
 
-// --- linear: torch's product where a gradient is asked for
+// --- linear: what a call without gradients computes, bit for bit; backwards torch's two products
+
+using LinearSchema = Tensor(const Tensor&, const Tensor&);
+
+Tensor linear_below(const Tensor& x, const Tensor& weight) {
+  at::AutoDispatchBelowADInplaceOrView below;
+  static auto call = typed_op<LinearSchema>("gdn::linear");
+  return call.call(x, weight);
+}
+
+// Rows of x, whatever its leading dimensions.
+Tensor rows(const Tensor& x) { return x.dim() == 1 ? x.unsqueeze(0) : x.flatten(0, -2); }
+
+struct Linear : torch::autograd::Function<Linear> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight) {
+    // As torch's product does: with frozen weights no activation is kept.
+    const bool dx = x.requires_grad(), dw = weight.requires_grad();
+    ctx->save_for_backward({dw ? x : Tensor(), dx ? weight : Tensor()});
+    ctx->set_materialize_grads(false);
+    return linear_below(x, weight);
+  }
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    if (all_absent(grads)) return variable_list(2);
+    c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+    const auto s = ctx->get_saved_variables();
+    Tensor dx, dw;
+    if (ctx->needs_input_grad(0)) dx = at::matmul(grads[0], s[1].conj());
+    if (ctx->needs_input_grad(1)) dw = at::mm(rows(grads[0]).t(), rows(s[0]).conj());
+    return {dx, dw};
+  }
+};
+
+// What a node in C++ can't be part of: forward derivatives and the transforms of torch.func.
+bool transformed(const Tensor& t) {
+  return t._fw_grad(0).defined() || t.key_set().has(c10::DispatchKey::FuncTorchGradWrapper);
+}
 
 Tensor linear(const Tensor& x, const Tensor& weight) {
+  check_all_given("linear", {{"x", &x}, {"weight", &weight}});
+  if (transformed(x) || transformed(weight)) return torch_linear(x, weight);
   const bool grad = at::GradMode::is_enabled() && (x.requires_grad() || weight.requires_grad());
-  if (grad || x._fw_grad(0).defined() || weight._fw_grad(0).defined()) {
-    return torch_linear(x, weight);
-  }
-  at::AutoDispatchBelowADInplaceOrView below;
-  static auto call = typed_op<Tensor(const Tensor&, const Tensor&)>("gdn::linear");
-  return call.call(x, weight);
+  return grad ? Linear::apply(x, weight) : linear_below(x, weight);
 }
 
 }  // namespace
@@ -370,6 +402,8 @@ TORCH_LIBRARY_IMPL(gdn, Autograd, m) {
 
 // Where a backend has no kernel of its own.
 TORCH_LIBRARY_IMPL(gdn, CompositeExplicitAutograd, m) { m.impl("linear", &torch_linear); }
+// One batched product under torch.func.vmap, which would otherwise call the op slice by slice.
+TORCH_LIBRARY_IMPL(gdn, FuncTorchBatched, m) { m.impl("linear", &torch_linear); }
 
 TORCH_LIBRARY_IMPL(gdn, CompositeImplicitAutograd, m) {
   m.impl("gating_backward", &gating_backward);

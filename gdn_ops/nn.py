@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.nn import functional as F
 
 from gdn_ops import windows
@@ -218,15 +219,17 @@ def is_plain(linear: nn.Module) -> bool:
     """Whether calling ``linear`` is nothing but a product with its weight."""
     if type(linear) is not nn.Linear or has_own_forward(linear) or has_hooks(linear):
         return False
-    return linear.bias is None and type(linear.weight) is nn.Parameter
+    # torch.export traces with a parameter's fake.
+    return linear.bias is None and type(linear.weight) in (nn.Parameter, FakeTensor)
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
     """``x @ weight.T``, by :func:`gdn_ops.linear` where that has a kernel of its own."""
-    # Another dtype than the weight's is for autocast to sort out.
-    if x.is_cpu and x.dtype in (torch.bfloat16, torch.float16) and weight.dtype == x.dtype:
-        return _ops.linear.default(x, weight)
-    return F.linear(x, weight)
+    if not (x.is_cpu and x.dtype in DTYPES and weight.dtype == x.dtype):
+        return F.linear(x, weight)
+    if torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") != x.dtype:
+        return F.linear(x, weight)  # after a conversion
+    return _ops.linear.default(x, weight)
 
 
 def project(linear: nn.Module, x: Tensor) -> Tensor:
@@ -548,7 +551,7 @@ class GatedDeltaNet(nn.Module):
                     "torch.no_grad()"
                 )
             self._check_shape(x)
-            y, _, _ = mix_functional(self.in_proj(x), self.mixer, cu_seqlens)
-            return self.out_proj(y)
+            y, _, _ = mix_functional(project(self.in_proj, x), self.mixer, cu_seqlens)
+            return project(self.out_proj, y)
         rows = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         return self._run(x, self.allocate(rows), None, None, cu_seqlens, decode=False)

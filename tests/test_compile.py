@@ -293,7 +293,7 @@ def test_layer_decode_one_gemm_in_one_out():
     pools = {"conv": states.conv, "state": states.state}
     code = check(fn, pools, torch.randn(N, 1, 32), rows())
     assert gemms(code) == 2
-    assert re.findall(r"= torch\.ops\.gdn\.(\w+)", code) == ["decode"]
+    assert re.findall(r"= torch\.ops\.gdn\.(\w+)", code) == ["linear", "decode", "linear"]
 
 
 def test_layer_prefill():
@@ -324,6 +324,20 @@ def test_layer_dynamic_batch_compiles_once():
         torch.testing.assert_close(states.state, twin.state, rtol=1e-5, atol=1e-6)
         compilations.append(counter.frame_count)
     assert set(compilations) == {compilations[0]}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_projection_compiles_once_for_every_number_of_rows(dtype):
+    """How many rows take the kernel is decided inside of it: no guard, and eager's bits."""
+    linear = torch.nn.Linear(32, 48, bias=False, dtype=dtype)
+    counter = CompileCounterWithBackend("inductor")
+    compiled = torch.compile(
+        lambda x: layers.project(linear, x), fullgraph=True, dynamic=True, backend=counter
+    )
+    for rows in (2, 4, 8, 9, 32, 33, 64, 65, 200):
+        x = torch.randn(rows, 1, 32).to(dtype)
+        assert torch.equal(compiled(x), layers.project(linear, x))
+        assert counter.frame_count == 1
 
 
 @pytest.mark.parametrize("mode", ["buffered", "lowrank"])
@@ -383,16 +397,17 @@ def test_patched_layer_decode(model):
     assert copied(code[0], [ours.recurrent_states[0], ours.conv_states[0]]) == []
 
 
-def test_patched_layer_decode_in_bfloat16(model):
-    """The same two products are then gdn.linear, the cache's pools still their own."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_patched_layer_decode_has_the_bits_of_eager(model, dtype):
+    """Both products are gdn.linear, the cache's pools still their own."""
     import transformers
 
-    layer = copy.deepcopy(model.model.layers[0].linear_attn).bfloat16()
+    layer = copy.deepcopy(model.model.layers[0].linear_attn).to(dtype)
     name = layer.gdn_cache_argument
     cache = transformers.DynamicCache(config=model.config)
-    layer(torch.randn(4, 5, 64).bfloat16(), **{name: cache})
+    layer(torch.randn(4, 5, 64).to(dtype), **{name: cache})
     twin = copy.deepcopy(cache)
-    x = torch.randn(4, 1, 64).bfloat16()
+    x = torch.randn(4, 1, 64).to(dtype)
     compiled = torch.compile(lambda x, cache: layer(x, **{name: cache}), fullgraph=True)
     got, code = run_and_get_code(compiled, x, cache)
     assert torch.equal(got, layer(x, **{name: twin}))

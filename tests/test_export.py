@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -70,14 +72,35 @@ def test_exported_program(mode, step):
     """One program for every batch and length; its pools move as the layer's do."""
     layer = make(mode)
     eager, program = Owner(layer, step), export(Owner(layer, step), step)
-    calls = [n.target for n in program.graph.nodes if n.op == "call_function"]
-    assert any(str(target).startswith("gdn.") for target in calls)
+    calls = [str(n.target) for n in program.graph.nodes if n.op == "call_function"]
+    assert calls.count("gdn.linear.default") == 2 and "aten.linear.default" not in calls
+    assert len([c for c in calls if c.startswith("gdn.")]) > 2
     run = program.module()
     for batch, tokens in CALLS:
         args = inputs(step, batch, tokens)
         assert torch.equal(run(*args), eager(*args))
     for name, pool in eager.named_buffers():
         assert torch.equal(dict(run.named_buffers())[name], pool), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@torch.no_grad()
+def test_one_layer_has_one_result(dtype):
+    """Trained, frozen, compiled or exported: the same bits of a decode step."""
+    layer = make().to(dtype)
+    args = inputs("decode", 5, 1)
+    args = args[0].to(dtype), args[1]
+    program = torch.export.export(Owner(layer, "decode"), args)
+    expected = Owner(copy.deepcopy(layer).requires_grad_(False), "decode")(*args)
+    torch._dynamo.reset()
+    forms = {
+        "train": Owner(copy.deepcopy(layer).train(), "decode"),
+        "eval": Owner(layer, "decode"),
+        "compiled": torch.compile(Owner(layer, "decode"), fullgraph=True),
+        "exported": program.module(),
+    }
+    for name, form in forms.items():
+        assert torch.equal(form(*args), expected), name
 
 
 @torch.no_grad()

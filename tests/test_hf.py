@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 transformers = pytest.importorskip(
     "transformers", reason="the Hugging Face tests need transformers"
@@ -276,8 +277,30 @@ def test_packed_projection_shares_memory():
         assert begin <= getattr(layer, name).weight.data_ptr() < end
 
 
+def test_projections_one_by_one_are_the_packed_one(storage_pair):
+    """A call that wants gradients takes them so: the same bits for the rows of a decode step."""
+    layer = first_layer(storage_pair[1])
+    for dtype in (torch.float32, torch.bfloat16):
+        layer = copy.deepcopy(layer).to(dtype)
+        x = hidden(2, 3).to(dtype)
+        with torch.enable_grad():
+            parts = layer._gdn_project(x, packed=False)
+        assert parts.requires_grad and torch.equal(parts, layer._gdn_project(x, packed=True))
+
+
 def shifted_state_dict(model):
     return {k: v + 0.01 if "in_proj" in k else v.clone() for k, v in model.state_dict().items()}
+
+
+@pytest.mark.filterwarnings("error:Accessing the data pointer")
+def test_fake_weights_are_not_packed():
+    """Nothing asks them for an address; the projections are linear all the same."""
+    config = tiny_config("qwen3_5")
+    with FakeTensorMode():
+        layer = gdn_ops.patch(hf_layers.Qwen3_5GatedDeltaNet(config, 0))
+        assert layer.gdn_packed is None
+        assert layer(torch.ones(2, 5, config.hidden_size)).shape == (2, 5, config.hidden_size)
+        assert layers.is_plain(layer.out_proj)
 
 
 @pytest.mark.parametrize("assign", [False, True])

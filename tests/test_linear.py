@@ -6,6 +6,7 @@ import functools
 
 import pytest
 import torch
+import torch.autograd.forward_ad as forward_ad
 import torch.nn.functional as F
 from common import TOLERANCE, assert_close, at_thread_counts
 
@@ -14,7 +15,7 @@ from gdn_ops import reference
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Few rows run on the kernels, many on torch's product; 16 and 32 are tiles of rows.
-ROWS = (1, 2, 3, 4, 5, 15, 16, 17, 32, 33, 70)
+ROWS = (1, 2, 3, 4, 5, 15, 16, 17, 32, 33, 64, 70)
 # (N, K): whole tiles, a part of one, odd rows of weights, long rows, less than a register.
 SHAPES = ((64, 256), (48, 32), (100, 96), (37, 64), (33, 1000), (16, 6144), (7, 5), (1, 1))
 
@@ -102,19 +103,134 @@ def test_empty(dtype):
         assert y.shape == (M, N) and y.dtype == dtype and not y.any()
 
 
-def test_gradients_are_those_of_torch():
-    x, weight = operands(3, 20, 32, torch.bfloat16)
-    ours = [t.clone().requires_grad_() for t in (x, weight)]
-    theirs = [t.clone().requires_grad_() for t in (x, weight)]
-    gdn_ops.linear(*ours).float().square().sum().backward()
-    F.linear(*theirs).float().square().sum().backward()
-    for a, b in zip(ours, theirs, strict=True):
+def pair(M: int, dtype: torch.dtype):
+    """Equal operands twice, wanting gradients: for ours and for torch's product."""
+    x, weight = operands(M, 20, 32, dtype)
+    return [[t.clone().requires_grad_() for t in (x, weight)] for _ in range(2)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("M", ROWS)
+def test_wanting_gradients_changes_no_bit(M, dtype):
+    x, weight = operands(M, 48, 96, dtype)
+    expected = gdn_ops.linear(x, weight)
+    for wanted in ((True, True), (True, False), (False, True)):
+        a, w = (t.clone().requires_grad_(r) for t, r in zip((x, weight), wanted, strict=True))
+        got = gdn_ops.linear(a, w)
+        assert got.requires_grad and torch.equal(got, expected)
+        with torch.no_grad():
+            assert torch.equal(gdn_ops.linear(a, w), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_compiled_with_gradients(dtype):
+    torch._dynamo.reset()
+    eager, traced = pair(3, dtype)
+    compiled = torch.compile(gdn_ops.linear, backend="aot_eager", fullgraph=True)
+    y, z = gdn_ops.linear(*eager), compiled(*traced)
+    assert torch.equal(y, z)
+    y.float().square().sum().backward(), z.float().square().sum().backward()
+    for a, b in zip(eager, traced, strict=True):
         assert torch.equal(a.grad, b.grad)
-    tangents = torch.ones_like(x), torch.zeros_like(weight)
-    assert torch.equal(
-        torch.func.jvp(gdn_ops.linear, (x, weight), tangents)[1],
-        torch.func.jvp(F.linear, (x, weight), tangents)[1],
-    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("M", [1, 3, 70])
+def test_gradients_are_those_of_torch(M, dtype):
+    ours, theirs = pair(M, dtype)
+    both = []
+    for product, leaves in ((gdn_ops.linear, ours), (F.linear, theirs)):
+        y = product(*leaves)
+        gen = torch.Generator().manual_seed(1)
+        grad = torch.randn(y.shape, generator=gen).to(dtype)
+        first = torch.autograd.grad(y, leaves, grad, create_graph=True)
+        # Of the gradients again, which depend on the other operand.
+        again = torch.autograd.grad(sum(g.float().square().sum() for g in first), leaves)
+        both.append((*first, *again))
+    for a, b in zip(*both, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_gradients_of_any_shape():
+    """Sequences and single vectors, against the difference quotients of float64; a float64 product
+    is torch's, its gradients are ours."""
+    for shape in ((3, 8), (2, 3, 8), (8,), (0, 8)):
+        gen = torch.Generator().manual_seed(len(shape))
+        x = torch.randn(shape, generator=gen, dtype=torch.float64, requires_grad=True)
+        weight = torch.randn(4, 8, generator=gen, dtype=torch.float64, requires_grad=True)
+        assert torch.autograd.gradcheck(gdn_ops.linear, (x, weight), check_forward_ad=True)
+        assert torch.autograd.gradgradcheck(gdn_ops.linear, (x, weight), check_fwd_over_rev=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tangents_are_those_of_torch(dtype):
+    x, weight = operands(3, 20, 32, dtype)
+    tangents = torch.ones_like(x), torch.ones_like(weight)
+
+    def dual(product, operands, tangents):
+        with forward_ad.dual_level():
+            made = [forward_ad.make_dual(t, d) for t, d in zip(operands, tangents, strict=True)]
+            return tuple(forward_ad.unpack_dual(product(*made)))
+
+    for jvp in (torch.func.jvp, dual):
+        got, want = (jvp(f, (x, weight), tangents) for f in (gdn_ops.linear, F.linear))
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.filterwarnings("error:There is a performance drop")
+def test_transforms_of_torch_func():
+    x, weight = operands(3, 5, 8, torch.float32)
+    many = torch.stack([x, x + 1])
+
+    def loss(product):
+        return lambda x, w: product(x, w).square().sum()
+
+    transforms = {
+        "grad": lambda f: torch.func.grad(loss(f), (0, 1))(x, weight),
+        "vmap": lambda f: torch.vmap(f, (0, None))(many, weight),
+        "vmap of weights": lambda f: torch.vmap(f, (None, 0))(x, torch.stack([weight, -weight])),
+        "gradient of each": lambda f: torch.vmap(torch.func.grad(loss(f), 1), (0, None))(
+            many, weight
+        ),
+        "jacfwd of jacrev": lambda f: torch.func.hessian(loss(f))(x, weight),
+        "jacrev of jacfwd": lambda f: torch.func.jacrev(torch.func.jacfwd(loss(f)))(x, weight),
+    }
+    for name, transform in transforms.items():
+        torch.testing.assert_close(
+            transform(gdn_ops.linear), transform(F.linear), msg=lambda m, name=name: f"{name}: {m}"
+        )
+    # Tensors of outside that want gradients of their own.
+    ours, theirs = pair(3, torch.float32)
+    for product, leaves in ((gdn_ops.linear, ours), (F.linear, theirs)):
+        y = torch.vmap(lambda t, f=product, a=leaves: f(*a).sum() * t)(torch.ones(2))
+        y.sum().backward()
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+def test_frozen_weights_keep_no_activation():
+    x, weight = operands(4, 20, 32, torch.float32)
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        y = gdn_ops.linear(x.requires_grad_(), weight)
+    assert [t.data_ptr() for t in kept] == [weight.data_ptr()]
+    y.sum().backward()
+    assert weight.grad is None
+    torch.testing.assert_close(x.grad, weight.sum(0).expand_as(x))
+    kept.clear()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        gdn_ops.linear(x.detach(), weight.requires_grad_())
+    assert [t.data_ptr() for t in kept] == [x.data_ptr()]
+
+
+def test_gradients_keep_their_dtype_under_autocast():
+    ours, theirs = pair(3, torch.float32)
+    y = gdn_ops.linear(*ours)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = torch.autograd.grad(y.sum(), ours)
+    want = torch.autograd.grad(F.linear(*theirs).sum(), theirs)
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
 
 
 def test_as_close_as_torch():

@@ -9,6 +9,7 @@ import pickle
 import pytest
 import torch
 
+import gdn_ops
 from gdn_ops import nn as layers
 from gdn_ops import reference
 from gdn_ops.nn import GatedDeltaNet
@@ -358,3 +359,46 @@ def test_a_layer_of_quantised_projections():
         )
     error = (outputs[0] - outputs[1]).norm() / outputs[1].norm()
     assert 0 < error < 0.15  # of products of 8 bits
+
+
+@pytest.mark.parametrize("dtype", layers.DTYPES, ids=str)
+def test_a_projection_is_linear_whoever_calls(dtype):
+    """The same bits with and without gradients, and none of it a module's call."""
+    linear = torch.nn.Linear(48, 40, bias=False, dtype=dtype)
+    x = torch.randn(3, 2, 48).to(dtype)
+    expected = gdn_ops.linear(x, linear.weight.detach())
+    assert torch.equal(layers.project(linear, x), expected)
+    assert layers.project(linear, x).requires_grad
+    with torch.no_grad():
+        assert torch.equal(layers.project(linear, x), expected)
+    with torch.inference_mode():
+        assert torch.equal(layers.project(linear, x.clone()), expected)
+    # Rows of weights that stand beside change nothing: a packed projection is that of its parts.
+    parts = [layers.product(x, part) for part in linear.weight.split([7, 20, 13])]
+    assert torch.equal(torch.cat(parts, -1), expected)
+
+
+@pytest.mark.parametrize("dtype", layers.DTYPES, ids=str)
+@pytest.mark.parametrize("to", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_converts_as_it_would_a_module(to, dtype):
+    linear = torch.nn.Linear(48, 40, bias=False, dtype=dtype)
+    x = torch.randn(3, 48).to(dtype)
+
+    def run(x):
+        with torch.autocast("cpu", to):
+            return layers.project(linear, x)
+
+    torch._dynamo.reset()
+    for project in (run, torch.compile(run, backend="aot_eager", fullgraph=True)):
+        got = project(x)
+        assert got.dtype == to
+        if dtype == to:  # nothing to convert
+            assert torch.equal(got, gdn_ops.linear(x, linear.weight))
+        else:
+            with torch.autocast("cpu", to):
+                assert torch.equal(got, linear(x))
+    # The compiled form sees that it is called elsewhere.
+    compiled = torch.compile(lambda x: layers.project(linear, x), backend="eager")
+    with torch.autocast("cpu", to):
+        assert compiled(x).dtype == to
+    assert torch.equal(compiled(x), gdn_ops.linear(x, linear.weight))

@@ -19,6 +19,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5 as modeling
 from gdn_ops import reference
 from gdn_ops.hf import patch
 from gdn_ops.hf.tiny import tiny_config
+from gdn_ops.nn import product, project
 
 ops = torch.ops.gdn
 STAGES = ("input projection", "conv", "gating", "recurrence", "norm", "output projection")
@@ -129,13 +130,13 @@ def ours(layers: Layers) -> tuple[dict[str, Stage], Stage]:
     conv_state, state = states.conv_states[0], states.recurrent_states[0].transpose(-1, -2)
     weight, packed = p.conv1d.weight.squeeze(1), p.gdn_packed
     heads = (p.num_k_heads, p.head_k_dim)
-    projected = F.linear(x, packed)
+    projected = product(x, packed)
     mixed, z, b, a = projected.split(
         [2 * p.key_dim + p.value_dim, p.value_dim, p.num_v_heads, p.num_v_heads], -1
     )
 
-    def project():
-        return F.linear(x, packed)
+    def project_in():
+        return product(x, packed)
 
     def conv():
         return ops.short_conv.default(mixed, weight, p.conv1d.bias, conv_state)
@@ -165,5 +166,8 @@ def ours(layers: Layers) -> tuple[dict[str, Stage], Stage]:
             *heads, None, None, None, None, None, True, p.norm.variance_epsilon,
         )  # fmt: skip
 
-    stages = (project, conv, gating, recurrence, norm, lambda: p.out_proj(y))
+    def project_out():
+        return project(p.out_proj, y)
+
+    stages = (project_in, conv, gating, recurrence, norm, project_out)
     return dict(zip(STAGES, stages, strict=True)), fused

@@ -7,6 +7,7 @@ counts the weights, both states read and written, and the hidden states in and o
 from __future__ import annotations
 
 import copy
+import itertools
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ TITLE = "whole patched layer of Qwen3.5 against transformers, eager and compiled
 HIDDEN = 256
 HEADS = (16, 48)
 BATCHES = (1, 16)
+DTYPES = (torch.bfloat16, torch.float32)
 # Tolerances of one rounding: projections, conv, recurrence, norm and output are each rounded.
 ROUNDINGS = 8
 
@@ -83,7 +85,7 @@ def case_rows(
 
 
 def run(options: Options) -> list[dict]:
-    """Batch 1 and 16, bf16, rotated and hot."""
+    """Batch 1 and 16, weights and activations bf16 and f32, rotated and hot."""
     try:
         import transformers  # noqa: F401
     except ImportError as error:
@@ -91,8 +93,9 @@ def run(options: Options) -> list[dict]:
         return []
     keep_freed_memory()
     rows: list[dict] = []
-    for heads in options.heads or (HEADS,):
-        for batch in options.batches or BATCHES:
-            for hot in (False, True):
-                rows += case_rows(heads, batch, torch.bfloat16, hot, options)
+    cases = itertools.product(
+        options.heads or (HEADS,), options.batches or BATCHES, DTYPES, (False, True)
+    )
+    for case in cases:
+        rows += case_rows(*case, options)
     return rows

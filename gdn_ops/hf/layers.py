@@ -39,7 +39,9 @@ def _announce(layer: str, reason: str) -> bool:
 
 
 def _is_packable(linear: nn.Module, weight: Tensor) -> bool:
-    return layers.is_plain(linear) and weight.dtype in layers.DTYPES and not weight.is_meta
+    # One that is traced with has no address to compare.
+    real = type(weight) is nn.Parameter and not weight.is_meta
+    return layers.is_plain(linear) and weight.dtype in layers.DTYPES and real
 
 
 def _only_aligns_devices(module: nn.Module) -> bool:
@@ -181,7 +183,9 @@ class PatchedGatedDeltaNet:
         """``[B, T, D]``, columns qkv | z | b | a."""
         if packed and self.gdn_packed is not None:
             return layers.product(hidden_states, self.gdn_packed)
-        parts = [getattr(self, name)(hidden_states) for name in self.gdn_projections]
+        parts = [
+            layers.project(getattr(self, name), hidden_states) for name in self.gdn_projections
+        ]
         projected = torch.cat(parts, dim=-1)
         rows = self.gdn_rows()
         return projected if rows is None else projected[..., rows.to(projected.device)]
