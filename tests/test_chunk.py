@@ -881,7 +881,7 @@ def test_fla_names():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_second_derivative_is_refused(dtype):
+def test_the_gradient_of_a_gradient_is_refused(dtype):
     """It came out as zero, with a warning of torch's: a gradient penalty lost the layer's share."""
     args = leaves([x.to(dtype) for x in make_qkv(1, 20, 1, 2, 8, 8)])
     o, _ = gdn_ops.chunk(*args)
