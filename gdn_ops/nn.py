@@ -154,16 +154,19 @@ class States(NamedTuple):
         window: int = 16,
         dtype: torch.dtype = torch.float32,
         state_dtype: torch.dtype = torch.float32,
+        drafts: int = 0,
         device: torch.device | str | None = None,
     ) -> States:
         """Empty pools: zero states and histories, empty windows.
 
         Args:
             rows: P, the most sequences alive at once.
-            conv_width: W; the conv pool gets ``L = W`` columns, as the caches of transformers have.
+            conv_width: W; the conv pool gets ``L = W`` columns, as the caches of transformers have,
+                or the ``W - 1 + drafts`` of a speculative call.
             window: R, entries of a window, 1 to 64 (buffered and lowrank only).
             dtype: of the conv pool, the activation dtype.
             state_dtype: of the base state. The window's keys and updates are float32.
+            drafts: most speculative tokens of a call beyond its first.
 
         Raises:
             ValueError: another state_mode, or a window outside 1 to 64.
@@ -172,7 +175,8 @@ class States(NamedTuple):
         check_mode(state_mode)
         check_window(window)
         _, HV, K, V = heads
-        conv = torch.zeros(rows, heads.conv_dim, conv_width, dtype=dtype, device=device)
+        columns = conv_width - 1 + max(1, drafts)
+        conv = torch.zeros(rows, heads.conv_dim, columns, dtype=dtype, device=device)
         state = None
         if state_mode != "lowrank":
             state = torch.zeros(rows, HV, V, K, dtype=state_dtype, device=device)
@@ -270,6 +274,7 @@ def mix(
     *,
     state_mode: str = "full",
     decode: bool | None = None,
+    conv_leading: bool = False,
 ) -> Tensor:
     """The layer between its projections, on pools of states that are updated in place. No backward.
 
@@ -279,6 +284,7 @@ def mix(
         state_indices, has_initial_state, cu_seqlens, num_accepted: as in :func:`gdn_ops.recurrent`.
         decode: true runs the one fused call (every token of a sequence in turn), false the prefill
             path (convolution and gates, then the chunked rule). Absent: fused for T = 1.
+        conv_leading: the layout of the conv pool (docs/ops/conv.md); ``num_accepted`` needs it.
 
     Returns:
         ``[B, T, HV * V]``, what the output projection takes.
@@ -294,7 +300,10 @@ def mix(
     )  # fmt: skip
     sequences = (state_indices, has_initial_state, cu_seqlens, num_accepted)
     if decode:
-        tail = (h.num_k_heads, h.head_k_dim, *sequences, None, True, mixer.eps, mixer.activation)
+        tail = (
+            h.num_k_heads, h.head_k_dim, *sequences, None, True, mixer.eps, mixer.activation,
+            conv_leading,
+        )  # fmt: skip
         if state_mode == "full":
             return _ops.decode.default(*parameters, states.conv, states.state, *tail)
         if state_mode == "buffered":
@@ -308,7 +317,7 @@ def mix(
     qkv, z, b, a = projected.split(h.split, dim=-1)
     q, k, v, g, beta = _ops.conv_gating.default(
         qkv, a, b, mixer.conv_weight, mixer.conv_bias, mixer.A_log, mixer.dt_bias, states.conv,
-        h.num_k_heads, h.head_k_dim, *sequences, False, mixer.activation,
+        h.num_k_heads, h.head_k_dim, *sequences, False, mixer.activation, conv_leading,
     )  # fmt: skip
     # The l2norm is left to the rule, which takes it in float32: here q and k would round again.
     if state_mode == "lowrank":
@@ -386,6 +395,9 @@ class GatedDeltaNet(nn.Module):
             ``window`` updates beside it, folding them in when the window is full; "lowrank" keeps
             those updates only, an approximation (docs/windows.md).
         window: R, 1 to 64; unused with "full".
+        drafts: most speculative tokens that a call of :meth:`decode` may bring beyond its first, 0
+            to 15, and below ``window`` with "buffered". Above 0 the conv pool keeps what may be
+            rejected, in the layout with the history first.
 
     Parameters: ``in_proj.weight [D, hidden]``, ``conv_weight [C, W]``, ``A_log`` and ``dt_bias
     [HV]`` (float32 whatever ``dtype``), ``norm_weight [V]``, ``out_proj.weight [hidden, HV * V]``.
@@ -411,6 +423,7 @@ class GatedDeltaNet(nn.Module):
         eps: float = 1e-6,
         state_mode: str = "full",
         window: int = 16,
+        drafts: int = 0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -428,6 +441,7 @@ class GatedDeltaNet(nn.Module):
         _check("conv_kernel_size", conv_kernel_size, 1, 8)
         check_mode(state_mode)
         check_window(window)
+        _check("drafts", drafts, 0, min(15, window - 1) if state_mode == "buffered" else 15)
         if (dtype or torch.get_default_dtype()) not in DTYPES:
             raise ValueError(
                 f"dtype: expected float32, bfloat16 or float16, got "
@@ -438,6 +452,7 @@ class GatedDeltaNet(nn.Module):
         self.eps = eps
         self.state_mode = state_mode
         self.window = window
+        self.drafts = drafts
         options = {"device": device, "dtype": dtype}
         self.in_proj = nn.Linear(hidden_size, self.heads.projected_dim, bias=False, **options)
         self.conv_weight = nn.Parameter(
@@ -481,6 +496,7 @@ class GatedDeltaNet(nn.Module):
             window=self.window,
             dtype=self.conv_weight.dtype,  # a quantised projection has no dtype to ask for
             state_dtype=state_dtype,
+            drafts=self.drafts,
             device=self.conv_weight.device,
         )
 
@@ -501,7 +517,7 @@ class GatedDeltaNet(nn.Module):
             )
         y = mix(
             project(self.in_proj, x), self.mixer, states, *sequences, state_mode=self.state_mode,
-            decode=decode,
+            decode=decode, conv_leading=self.drafts > 0,
         )  # fmt: skip
         return project(self.out_proj, y)
 
@@ -525,7 +541,12 @@ class GatedDeltaNet(nn.Module):
         cu_seqlens: Tensor | None = None,
         num_accepted: Tensor | None = None,
     ) -> Tensor:
-        """One token a sequence (or a few speculative ones), one fused call between two products."""
+        """One token a sequence or, with ``drafts``, a few: one fused call between two products.
+
+        ``num_accepted`` says how many tokens of the call before were right; the others are
+        forgotten first. With "full" each token has a row for its state, so ``state_indices`` is
+        ``[N, S]``. A prefill takes no such count: let a call of one token precede it.
+        """
         return self._run(
             x, states, state_indices, has_initial_state, cu_seqlens, num_accepted, decode=True
         )

@@ -212,6 +212,10 @@ def test_bad_arguments_are_named():
     ):
         with pytest.raises(ValueError, match=f"^{name}: expected"):
             GatedDeltaNet(*sizes)
+    with pytest.raises(ValueError, match="^drafts: expected 0 to 15, got 16"):
+        GatedDeltaNet(8, 1, 1, drafts=16)
+    with pytest.raises(ValueError, match="^drafts: expected 0 to 3, got 4"):
+        GatedDeltaNet(8, 1, 1, state_mode="buffered", window=4, drafts=4)
     with pytest.raises(ValueError, match="^dtype: expected .* got torch.float64"):
         GatedDeltaNet(8, 1, 1, dtype=torch.float64)
     layer = make()
@@ -261,6 +265,43 @@ def test_windows(mode):
     assert_close(torch.cat(parts, 1), want)
     assert_close(states.conv[rows], conv, what="conv")
     assert not states.conv[[1, 2]].any() and not states.win_u[[1, 2]].any()
+
+
+@pytest.mark.parametrize("mode", layers.STATE_MODES)
+@pytest.mark.parametrize("drafts", [1, 3])
+@torch.no_grad()
+def test_rejected_drafts_are_forgotten(mode, drafts):
+    """``num_accepted`` of the layer used to be refused whatever it was: its histories kept none."""
+    if reason := layers.missing(mode, "cpu"):
+        pytest.skip(reason)
+    window = {"full": 16, "buffered": 5, "lowrank": 64}[mode]
+    layer = make(state_mode=mode, window=window, drafts=drafts)
+    N, T, calls = 2, 1 + drafts, 8
+    x = inputs(layer, N, 19 + calls * T + 2)
+    full = layers.States.allocate(N, layer.heads, 4)
+    want = oracle(layer, x, full.conv, full.state)[0]
+    rows = torch.tensor([[5, 1, 2, 7], [0, 6, 3, 4]])[:, :T]
+    indices = rows if mode == "full" else rows[:, 0]  # "full" keeps a state a token
+    states = layer.allocate(8)
+    assert_close(layer.prefill(x[:, :19], states, rows[:, 0]), want[:, :19])
+    done, accepted = torch.tensor([19, 19]), torch.ones(N, dtype=torch.int32)
+    gen = torch.Generator().manual_seed(drafts)
+    for _ in range(calls):
+        right = torch.randint(1, T + 1, (N,), generator=gen)
+        tokens = inputs(layer, N, T)
+        for n in range(N):
+            tokens[n, : right[n]] = x[n, done[n] : done[n] + right[n]]
+        y = layer.decode(tokens, states, indices, None, None, accepted)
+        for n in range(N):
+            assert_close(y[n, : right[n]], want[n, done[n] : done[n] + right[n]])
+        done, accepted = done + right, right.int()
+    # A call of one token brings the last count into the states; then a prefill may follow.
+    token = torch.stack([x[n, done[n] : done[n] + 1] for n in range(N)])
+    y = layer.decode(token, states, indices, None, None, accepted)
+    for n in range(N):
+        assert_close(y[n, 0], want[n, done[n]])
+        rest = layer.prefill(x[n : n + 1, done[n] + 1 :], states, rows[n : n + 1, 0])
+        assert_close(rest[0], want[n, done[n] + 1 :])
 
 
 @torch.no_grad()
