@@ -226,6 +226,11 @@ Tensor decode_common(const char* op, const DecodeTensors& given, Tensor* state, 
               x.strides());
   n.s_gate = T > 1 ? d.z.st : d.z.sb;
   launch(op, x, [&](void* stream) {
+    if (r.window.fill)
+      check_recurrent_window(r);
+    else
+      check_recurrent(r);
+    check_gated_rms_norm(n);
     conv_gating(d.front, stream);
     if (r.window.fill)
       recurrent_window(r, stream);

@@ -128,8 +128,9 @@ Cut cut_rows(int64_t heads, int64_t V) {
   return best;
 }
 
-void recurrent(const RecurrentArgs& a, void* stream) {
-  if (a.seqs.N == 0 || a.seqs.T == 0) return;
+namespace {
+
+RecurrentParams recurrent_params(const RecurrentArgs& a) {
   refuse_large_k(a.K);
   RecurrentParams p{};
   p.q = tensor4(a.q, "q");
@@ -162,6 +163,16 @@ void recurrent(const RecurrentArgs& a, void* stream) {
   p.V = static_cast<int32_t>(a.V);
   p.l2norm = a.l2norm;
   p.scale = a.scale;
+  return p;
+}
+
+}  // namespace
+
+void check_recurrent(const RecurrentArgs& a) { recurrent_params(a); }
+
+void recurrent(const RecurrentArgs& a, void* stream) {
+  if (a.seqs.N == 0 || a.seqs.T == 0) return;
+  const RecurrentParams p = recurrent_params(a);
   bool one_token = a.seqs.T == 1 && !a.seqs.cu_seqlens.ptr && a.seqs.S == 0;
   if (one_token)
     launch_recurrent(p, static_cast<int>(a.state.dtype), stream);
@@ -233,10 +244,18 @@ WindowParams window_params(const RecurrentArgs& a) {
   return p;
 }
 
-}  // namespace
+// Launches of a call, a token each: lengths are on the device, and a packed sequence with a base
+// has at most R tokens.
+int64_t window_tokens(const RecurrentArgs& a) {
+  const bool fewer = a.seqs.cu_seqlens.ptr && a.state.ptr && a.seqs.T > a.window.R;
+  const int64_t tokens = fewer ? a.window.R : a.seqs.T;
+  if (tokens > INT16_MAX)
+    throw Unsupported("T = " + std::to_string(tokens) +
+                      ": the XPU windows take up to 32767 tokens a call");
+  return tokens;
+}
 
-void recurrent_window(const RecurrentArgs& a, void* stream) {
-  if (a.seqs.N == 0 || a.seqs.T == 0) return;
+WindowParams window_step_params(const RecurrentArgs& a) {
   WindowParams p = window_params(a);
   p.q = tensor4(a.q, "q");
   p.k = tensor4(a.k, "k");
@@ -246,12 +265,20 @@ void recurrent_window(const RecurrentArgs& a, void* stream) {
   p.beta = gate(a.gates.beta);
   p.l2norm = a.l2norm;
   p.scale = a.scale;
-  // Lengths are on the device; a packed sequence with a base has at most R tokens.
-  int64_t tokens = a.seqs.T;
-  if (a.seqs.cu_seqlens.ptr && a.state.ptr && tokens > a.window.R) tokens = a.window.R;
-  if (tokens > INT16_MAX)
-    throw Unsupported("T = " + std::to_string(tokens) +
-                      ": the XPU windows take up to 32767 tokens a call");
+  return p;
+}
+
+}  // namespace
+
+void check_recurrent_window(const RecurrentArgs& a) {
+  window_step_params(a);
+  window_tokens(a);
+}
+
+void recurrent_window(const RecurrentArgs& a, void* stream) {
+  if (a.seqs.N == 0 || a.seqs.T == 0) return;
+  WindowParams p = window_step_params(a);
+  const int64_t tokens = window_tokens(a);
   for (int64_t t = 0; t < tokens; ++t) {
     p.token = static_cast<int16_t>(t);
     launch_window_step(p, stream);
@@ -335,14 +362,18 @@ void gating(const GatingArgs& a, void* stream) {
   launch_conv(p, stream);
 }
 
-void gated_rms_norm(const NormArgs& a, void* stream, int64_t heads, int64_t s_gate_head) {
-  if (a.rows == 0) return;
+void check_gated_rms_norm(const NormArgs& a) {
   if (a.V > kMaxNorm)
     throw Unsupported("V = " + std::to_string(a.V) + ": the XPU norm takes V up to " +
                       std::to_string(kMaxNorm));
   if (a.weight.s0 != 1 && a.V > 1)
     throw Unsupported("weight: the XPU norm needs a contiguous weight, got stride " +
                       std::to_string(a.weight.s0));
+}
+
+void gated_rms_norm(const NormArgs& a, void* stream, int64_t heads, int64_t s_gate_head) {
+  if (a.rows == 0) return;
+  check_gated_rms_norm(a);
   NormParams p{};
   p.x = address(a.x);
   p.gate = address(a.gate);

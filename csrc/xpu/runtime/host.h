@@ -35,6 +35,11 @@ void conv_gating(const ConvGatingArgs& a, void* stream);
 void gating(const GatingArgs& a, void* stream);
 // `heads` rows of the gate share a token of stride s_gate and lie s_gate_head apart.
 void gated_rms_norm(const NormArgs& a, void* stream, int64_t heads = 1, int64_t s_gate_head = 0);
+// Throw what the calls of those names would: a step of several launches is refused before the
+// first.
+void check_recurrent(const RecurrentArgs& a);
+void check_recurrent_window(const RecurrentArgs& a);
+void check_gated_rms_norm(const NormArgs& a);
 // Whether one launch can do the whole layer; otherwise the caller chains the ops above.
 bool decode_fits(const DecodeArgs& a);
 void decode(const DecodeArgs& a, void* out, void* stream);
