@@ -32,9 +32,10 @@ using ConvSignature = Tensor(const Tensor&, const Tensor&, const OptTensor&, Ten
                              const OptTensor&, const OptTensor&, const OptTensor&, const OptTensor&,
                              const std::string&, bool);
 
-// The two ways to make views, to shift rows and to call an op. This one is made of ops, each of
-// which tracing, fakes and other backends see.
-struct Traced {
+// The two ways to make views, to shift rows and to call an op. This one is made of ops, for every
+// backend. Explicit, so that tracing keeps the call whole: of its parts, taken below autograd, none
+// says that the view which is written is one of the pool, and compiled code would copy the pool.
+struct Composed {
   static Tensor slice(const Tensor& t, int64_t dim, const SymInt& start, const SymInt& end) {
     return t.slice_symint(dim, start, end);
   }
@@ -107,7 +108,7 @@ struct Direct {
   static Tensor rows(const char* name, const Tensor& indices, const SymInt& N, int64_t first_row,
                      const SymInt& blocks) {
     if (!indices.is_cpu()) {
-      return Traced::rows(name, indices, N, first_row, blocks);  // the op will refuse the device
+      return Composed::rows(name, indices, N, first_row, blocks);  // the op will refuse the device
     }
     at::DimVector sizes(indices.sizes());
     sizes[0] = std::min(sizes[0], N.expect_int());
@@ -311,7 +312,7 @@ void implement(torch::Library& m) {
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(gdn, CompositeImplicitAutograd, m) { implement<Traced>(m); }
+TORCH_LIBRARY_IMPL(gdn, CompositeExplicitAutograd, m) { implement<Composed>(m); }
 TORCH_LIBRARY_IMPL(gdn, CPU, m) { implement<Direct>(m); }
 
 }  // namespace gdn

@@ -16,6 +16,7 @@ from gdn_ops.fla import (  # noqa: E402
     chunk_gated_delta_rule,
     fused_recurrent_gated_delta_rule,
 )
+from gdn_ops.ops import paged  # noqa: E402, F401
 from gdn_ops.ops.chunk import chunk, chunk_lowrank, chunk_prefill  # noqa: E402
 from gdn_ops.ops.conv import conv1d, conv_gating, short_conv  # noqa: E402
 from gdn_ops.ops.decode import decode  # noqa: E402

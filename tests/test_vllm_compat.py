@@ -10,6 +10,7 @@ import pytest
 import torch
 from common import assert_close, make_pool, make_qkv
 from torch import library
+from torch._inductor.utils import run_and_get_code
 
 from gdn_ops import reference
 from gdn_ops.compat import plugin, vllm, vllm_cpu, vllm_kunlun
@@ -949,11 +950,27 @@ def test_paged_ops_opcheck_and_compile():
         expected = op(*copies, **kwargs)
         # The views as ops, which other devices run.
         again = [a.clone() for a in args]
-        assert same(op.decompose(*again, **kwargs), expected), name
+        composed = op._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *again, **kwargs)
+        assert same(composed, expected), name
         compiled = torch.compile(op, fullgraph=True, backend="aot_eager")
         assert same(compiled(*args, **kwargs), expected), name
         for one, two, three in zip(args, copies, again, strict=True):
             assert torch.equal(one, two) and torch.equal(three, two), name
+
+
+def test_compiled_paged_ops_work_on_the_pool_itself():
+    """With dynamic sizes, compiled code copied the pool and read the copy a block too far."""
+    for name, args, kwargs in paged_calls(torch.float32):
+        torch._dynamo.reset()
+        op = getattr(torch.ops.gdn, name).default
+        copies = [a.clone() for a in args]
+        expected = op(*copies, **kwargs)
+        compiled = torch.compile(op, fullgraph=True, dynamic=True)
+        got, code = run_and_get_code(compiled, *args, **kwargs)
+        assert same(got, expected), name
+        assert all(map(torch.equal, args, copies)), name
+        assert code[0].count(f"torch.ops.gdn.{name}.default(") == 1, name
+        assert "empty_strided" not in code[0].split("def call")[1].split("runner")[0], name
 
 
 def same(one, two):

@@ -16,11 +16,6 @@ from gdn_ops import causal_conv1d
 NULL_BLOCK_ID = 0
 PAD_SLOT_ID = -1
 
-_paged_recurrent = torch.ops.gdn.paged_recurrent.default
-_paged_recurrent_gated = torch.ops.gdn.paged_recurrent_gated.default
-_paged_decode_packed = torch.ops.gdn.paged_decode_packed.default
-_paged_short_conv = torch.ops.gdn.paged_short_conv.default
-
 
 def without(indices: Tensor, N: int, *numbers: int | None) -> Tensor:
     """The first N indices, negative where they are one of the numbers (None: no number)."""

@@ -22,10 +22,6 @@ from torch import Tensor
 from gdn_ops.compat._common import (
     NULL_BLOCK_ID,
     PAD_SLOT_ID,
-    _paged_decode_packed,
-    _paged_recurrent,
-    _paged_recurrent_gated,
-    _paged_short_conv,
     activation_name,
     check_out,
     check_softplus,
@@ -36,6 +32,12 @@ from gdn_ops.compat._common import (
 from gdn_ops.ops.chunk import chunk
 from gdn_ops.ops.conv import _short_conv
 from gdn_ops.ops.gates import _gating
+from gdn_ops.ops.paged import (
+    _paged_decode_packed,
+    _paged_recurrent,
+    _paged_recurrent_gated,
+    _paged_short_conv,
+)
 from gdn_ops.ops.recurrent import _recurrent, _recurrent_gated
 from gdn_ops.reference import L2_EPS
 

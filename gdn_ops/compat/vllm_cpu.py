@@ -17,14 +17,13 @@ import torch
 from torch import Tensor
 
 from gdn_ops.compat._common import (
-    _paged_recurrent_gated,
-    _paged_short_conv,
     check_softplus,
     refuse,
 )
 from gdn_ops.ops.chunk import chunk_prefill
 from gdn_ops.ops.conv import _short_conv
 from gdn_ops.ops.gates import _gating
+from gdn_ops.ops.paged import _paged_recurrent_gated, _paged_short_conv
 
 __all__ = [
     "causal_conv1d_fwd_cpu",

@@ -18,7 +18,6 @@ from torch import Tensor
 from gdn_ops.compat import vllm
 from gdn_ops.compat._common import (
     PAD_SLOT_ID,
-    _paged_short_conv,
     activation_name,
     check_softplus,
     refuse,
@@ -27,6 +26,7 @@ from gdn_ops.compat._common import (
 from gdn_ops.compat.vllm import fused_recurrent_gated_delta_rule
 from gdn_ops.ops.chunk import _chunk_prefill
 from gdn_ops.ops.gates import _gating
+from gdn_ops.ops.paged import _paged_short_conv
 
 __all__ = [
     "causal_conv1d_fn",
