@@ -137,8 +137,8 @@ __global__ void __launch_bounds__(128)
     prefetch_line(x_at);
   }
   wait_for_previous_kernel();
-  const Sequence s = device_sequence(a.seqs, n, 0);
   let_next_kernel_start();
+  const Sequence s = device_sequence(a.seqs, n, 0);
   if (c >= a.C) {
     // The threads past the last channel take the gates.
     for (int64_t hv = (c - a.C) / 8; gate.g && hv < gate.HV;
