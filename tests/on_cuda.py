@@ -13,6 +13,9 @@ from on_device import OnDevice, skip
 NOT_HERE = {
     "raises_before_writing": "no kernel can raise: values are checked where the host can read them",
     "b7_invalid_metadata": "the same",
+    "paged_ops_raise_before": "the same",
+    "errors_count_blocks": "the same",
+    "rows_at_the_ends_of_their_type": "the same",
     "fast": "precision modes are the CPU's",
     "threads": "threads of the CPU",
     "opcheck": "asks torch, not the kernels",
