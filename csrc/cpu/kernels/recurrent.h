@@ -15,6 +15,9 @@
 // KB and 8 KB took 1.25 and 1.4 times as long, while 32-bit rows had no such optimum.
 template <class T>
 constexpr int64_t kPrefetchRows = sizeof(T) == 4 ? 32 : 20;
+// Rows ahead where 32-bit rows are asked for once more: a request that finds the core's queues full
+// is dropped. 16-bit rows gained nothing by it.
+constexpr int64_t kAgainRows = 8;
 constexpr int kRowBlock = 4;          // rows a step: 8 independent sums hide the FMA latency
 constexpr int kColumnVectors = 4;     // the same for the transposed pool
 constexpr int64_t kScratchRows = 16;  // rows held in f32 over the tokens of a call
@@ -81,10 +84,10 @@ GDN_INLINE void finish_rows(const RowSums<R>& sums, const TokenInput& x, const f
 
 // R rows of N registers each, held from the products to the rewrite: every element is loaded,
 // widened and stored once. Out-of-order execution overlaps the reduction of one block with the
-// next.
-template <int R, int N, class T>
+// next. `asks`: for the rows at `ahead` and `again`.
+template <int R, int N, bool asks, class T>
 GDN_INLINE void step_held(T* S, int64_t s_v, const TokenInput& x, const float* v, float* o,
-                          const T* ahead) {
+                          const T* ahead, const T* again) {
   const float *k = x.kq->k, *q = x.kq->q;
   F s[R][N];
   constexpr int chains = N >= 8 ? 2 : 1;  // of additions, a product
@@ -102,8 +105,10 @@ GDN_INLINE void step_held(T* S, int64_t s_v, const TokenInput& x, const float* v
       second.k[r] = fma(s[r][i + 1], k1, second.k[r]);
       second.q[r] = fma(s[r][i + 1], q1, second.q[r]);
 #pragma GCC unroll 2
-      for (size_t line = 0; line < 2 * kLanes * sizeof(T); line += 64) {
-        prefetch_l2(reinterpret_cast<const char*>(ahead + (r * N + i) * kLanes) + line);
+      for (size_t line = 0; asks && line < 2 * kLanes * sizeof(T); line += 64) {
+        const int64_t at = (r * N + i) * kLanes * sizeof(T) + line;
+        prefetch_l2(reinterpret_cast<const char*>(ahead) + at);
+        if (sizeof(T) == 4) prefetch_l2(reinterpret_cast<const char*>(again) + at);
       }
     }
   }
@@ -166,14 +171,15 @@ GDN_INLINE void step_fast(bf16_t* S, int64_t s_v, const TokenInput& x, const flo
 
 constexpr int kHeldRegisters = 16;  // of 32: the rest holds sums, k and q
 
-template <int N, class T>
+template <int N, bool asks, class T>
 static void step_row_range_held(T* S, int64_t s_v, int64_t n, const TokenInput& x, const float* v,
                                 float* o, const T* next) {
   constexpr int R = kHeldRegisters / N;
   int64_t r = 0;
-  // What a stream that begins `from` rows further and ends at `end` asks for at its row i.
-  auto ahead_of = [&](int64_t from, int64_t i, int64_t end) {
-    const int64_t target = i + kPrefetchRows<T>;
+  // What a stream that begins `from` rows further and ends at `end` asks for at its row i, `lead`
+  // rows ahead.
+  auto ahead_of = [&](int64_t from, int64_t i, int64_t end, int64_t lead) {
+    const int64_t target = i + lead;
     return target < end ? S + (from + target) * s_v
            : next       ? next + (from + target - end) * s_v
                         : S + (from + i) * s_v;
@@ -182,7 +188,7 @@ static void step_row_range_held(T* S, int64_t s_v, int64_t n, const TokenInput& 
   if constexpr (std::is_same_v<T, bf16_t>) {
     // Rows come in fours here whatever the split into tasks, so a row's path does not depend on it.
     for (; x.kq->fast && r + 4 <= n; r += 4) {
-      step_fast<N>(S + r * s_v, s_v, x, v + r, o + r, ahead_of(0, r, n));
+      step_fast<N>(S + r * s_v, s_v, x, v + r, o + r, ahead_of(0, r, n, kPrefetchRows<T>));
     }
   }
 #endif
@@ -193,21 +199,27 @@ static void step_row_range_held(T* S, int64_t s_v, int64_t n, const TokenInput& 
 #pragma GCC unroll 2
     for (int j = 0; j < streams; ++j) {
       const int64_t at = i + j * part;
-      step_held<R, N>(S + at * s_v, s_v, x, v + at, o + at, ahead_of(j * part, i, r + part));
+      step_held<R, N, asks>(S + at * s_v, s_v, x, v + at, o + at,
+                            ahead_of(j * part, i, r + part, kPrefetchRows<T>),
+                            ahead_of(j * part, i, r + part, kAgainRows));
     }
   }
   r += streams * part;
-  for (; r < n; ++r) step_held<1, N>(S + r * s_v, s_v, x, v + r, o + r, S + r * s_v);
+  for (; r < n; ++r) {
+    T* row = S + r * s_v;
+    step_held<1, N, false>(row, s_v, x, v + r, o + r, row, row);
+  }
 }
 
-// Rows [0, n) of a head. `next`: the rows that follow in memory order of use, or null.
-template <class T>
+// Rows [0, n) of a head. `next`: the rows that follow in memory order of use, or null. `asks`: they
+// are not in the cache yet.
+template <bool asks = true, class T>
 static void step_row_range(T* S, int64_t s_v, int64_t n, int64_t K, const TokenInput& x,
                            const float* v, float* o, const T* next) {
   if constexpr (kLanes == 16) {
-    if (K == 128) return step_row_range_held<8>(S, s_v, n, x, v, o, next);
-    if (K == 64) return step_row_range_held<4>(S, s_v, n, x, v, o, next);
-    if (K == 256) return step_row_range_held<16>(S, s_v, n, x, v, o, next);
+    if (K == 128) return step_row_range_held<8, asks>(S, s_v, n, x, v, o, next);
+    if (K == 64) return step_row_range_held<4, asks>(S, s_v, n, x, v, o, next);
+    if (K == 256) return step_row_range_held<16, asks>(S, s_v, n, x, v, o, next);
   }
   const float *k = x.kq->k, *q = x.kq->q;
   const F decay = broadcast(x.decay);
@@ -569,7 +581,7 @@ GDN_INLINE void recurrent_rows(const StatePool& pool, const Sequences& seqs, con
       const TokenInput token = source(t);
       if (token.decay == 0.f) std::memset(scratch, 0, bytes);
       if (by_rows) {
-        step_row_range(scratch, s, rows, K, token, token.v + r0, o, (const float*)nullptr);
+        step_row_range<false>(scratch, s, rows, K, token, token.v + r0, o, (const float*)nullptr);
       } else {
         step_column_range(scratch, s, rows, K, token, token.v + r0, o, (const float*)nullptr);
       }
