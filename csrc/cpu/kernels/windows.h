@@ -27,6 +27,14 @@ GDN_INLINE int64_t slot_of(const Entries& e, int64_t R, int64_t p) {
   const int64_t s = e.head + e.fill - 1 - p;
   return s >= R ? s - R : s;
 }
+// body(p, slot) for every live entry, newest first.
+template <class Body>
+GDN_INLINE void for_live(const Entries& e, int64_t R, Body body) {
+  int64_t p = 0;
+  if (e.fill == 0) return;
+  for (int64_t s = slot_of(e, R, 0); p < e.fill && s >= 0; ++p, --s) body(p, s);
+  for (int64_t s = R - 1; p < e.fill; ++p, --s) body(p, s);
+}
 // Makes room for one entry and returns its slot; a full window gives up its oldest.
 GDN_INLINE int64_t append(Entries& e, int64_t R) {
   if (e.fill < R) {
@@ -57,41 +65,196 @@ GDN_INLINE float* window_gates(const Window& w, int64_t row, int64_t h) {
   return w.g + row * w.sg_p + h * w.sg_h;
 }
 
+// --- tasks
+
+// Value heads [h0, h1) of key head hk, rows [first, first + rows).
+struct WindowTask {
+  int64_t n, hk, h0, h1, first, rows;
+};
+
+// Pieces a key head falls into: all of it, or blocks of rows of one value head.
+struct WindowPieces {
+  int64_t rows, blocks, count;
+  bool whole;
+  WindowPieces(const RecurrentArgs& a, int threads) {
+    const int64_t ratio = a.HV / a.H, tasks = a.seqs.N * a.H;
+    whole = threads == 1 || tasks >= 4 * threads || tasks % threads == 0;
+    rows = whole ? a.V : rows_per_task(tasks * ratio, a.V, threads);
+    blocks = (a.V + rows - 1) / rows;
+    count = whole ? 1 : ratio * blocks;
+  }
+  WindowTask task(const RecurrentArgs& a, int64_t i) const {
+    const int64_t ratio = a.HV / a.H;
+    if (whole) return {i / a.H, i % a.H, i % a.H * ratio, (i % a.H + 1) * ratio, 0, a.V};
+    const int64_t key = i / count, piece = i % count, n = key / a.H, hk = key % a.H;
+    const int64_t h = hk * ratio + piece / blocks, first = piece % blocks * rows;
+    return {n, hk, h, h + 1, first, a.V - first < rows ? a.V - first : rows};
+  }
+};
+
 // --- what will be read next: asked for while something else is computed
 
-// The live entries of a task: row() asks for one key or update, up to `limit` of them. Key head and
-// value heads take turns, each in the order in which its rows lie: streams in pages of their own.
-// Evenly spread, because a burst of requests stalls the loads behind it.
-struct Upcoming {
-  const char *keys = nullptr, *updates = nullptr;  // of the key head and of its first value head
-  int64_t key_bytes = 0, key_stride = 0, update_bytes = 0, update_stride = 0, head_stride = 0;
-  int64_t R = 0, heads = 0;
-  Entries e;
-  int64_t p = 0, stream = 0, asked = 0, limit = 0;
+constexpr int64_t kPieceBytes = 512;  // what one request covers
 
-  int64_t rows() const { return e.fill * (1 + heads); }
-  void row() {
-    if (asked >= limit) return;
-    ++asked;
-    const int64_t slot = slot_of(e, R, e.fill - 1 - p);
-    const char* line = stream == 0 ? keys + slot * key_stride
-                                   : updates + (stream - 1) * head_stride + slot * update_stride;
-    const int64_t bytes = stream == 0 ? key_bytes : update_bytes;
-    for (int64_t b = 0; b < bytes; b += 64) prefetch_l2(line + b);
-    if (++stream > heads) {
-      stream = 0;
-      ++p;
+// Where the live entries of a task lie, in pieces: bytes from the keys of its key head (pool 0) or
+// from the updates of its first value head (pool 1). Key head and value heads take turns, each in
+// the order in which its rows lie: streams in pages of their own. Tasks of one sequence share it.
+struct EntryPieces {
+  struct Piece {
+    int64_t offset, pool;
+  };
+  static constexpr int64_t most = 512;  // what is beyond is not asked for
+  Entries e;
+  int64_t heads = 0, rows = 0, count = 0;
+  bool wide = false;  // some row is longer than half a piece
+  Piece piece[most];
+
+  bool suits(const Entries& x, const WindowTask& task) const {
+    return e.fill == x.fill && e.head == x.head && heads == task.h1 - task.h0 && rows == task.rows;
+  }
+  void set(const RecurrentArgs& a, const Entries& x, const WindowTask& task) {
+    e = x;
+    heads = task.h1 - task.h0;
+    rows = task.rows;
+    count = 0;
+    const Window& w = a.window;
+    const int64_t k_size = size_of(w.k_dtype), u_size = size_of(w.u_dtype);
+    auto add = [&](int64_t offset, int64_t pool, int64_t bytes) {
+      for (int64_t b = 0; b < bytes && count < most; b += kPieceBytes) {
+        piece[count++] = {offset + b, pool};
+      }
+    };
+    for (int64_t p = e.fill - 1; p >= 0; --p) {
+      const int64_t slot = slot_of(e, w.R, p);
+      add(slot * w.sk_r * k_size, 0, a.K * k_size);
+      for (int64_t h = 0; h < heads; ++h) {
+        add((h * w.su_h + slot * w.su_r) * u_size, 1, rows * u_size);
+      }
     }
+    wide = 2 * a.K * k_size > kPieceBytes || 2 * rows * u_size > kPieceBytes;
+  }
+};
+
+// What a task will read: its first base, and its entries.
+struct Upcoming {
+  const void* state = nullptr;
+  const char* pool[2] = {nullptr, nullptr};
+  const EntryPieces* entries = nullptr;
+
+  // False where there is nothing to read.
+  bool set(const RecurrentArgs& a, const WindowTask& x, Entries* e) {
+    *this = {};
+    const Sequence seq = sequence_of(a.seqs, x.n, 0);
+    if (seq.row < 0) return false;
+    const StatePool& s = a.state;
+    if (s.ptr) {
+      state = static_cast<const char*>(s.ptr) +
+              (seq.row * s.s_p + x.h0 * s.s_h + x.first * s.s_v) * size_of(s.dtype);
+    }
+    const Window& w = a.window;
+    pool[0] =
+        static_cast<const char*>(w.k) + (seq.row * w.sk_p + x.hk * w.sk_h) * size_of(w.k_dtype);
+    pool[1] = static_cast<const char*>(w.u) +
+              (seq.row * w.su_p + x.h0 * w.su_h + x.first) * size_of(w.u_dtype);
+    *e = live_entries(w, seq, a.seqs.num_accepted.ptr != nullptr);
+    return true;
+  }
+};
+
+// The requests that are due from one task's entries. Loops take a copy, which stays in registers.
+struct Requests {
+  const EntryPieces::Piece *at = nullptr, *end = nullptr, *all = nullptr;
+  int64_t part = 0;
+  bool wide = false;
+  const char* pool[2] = {nullptr, nullptr};
+
+  Requests() = default;
+  // Falling due in `parts` equal parts.
+  Requests(const Upcoming& x, int64_t parts) {
+    if (!x.entries) return;
+    const EntryPieces& y = *x.entries;
+    at = end = y.piece;
+    all = y.piece + y.count;
+    part = (y.count + parts - 1) / parts;
+    wide = y.wide;
+    pool[0] = x.pool[0];
+    pool[1] = x.pool[1];
+  }
+  void due() { end = all - end < part ? all : end + part; }
+  inline __attribute__((always_inline)) void ask() {
+    if (at == end) return;
+    const char* line = pool[at->pool] + at->offset;
+    ++at;
+    for (int64_t b = 0; b < kPieceBytes / 2; b += 64) prefetch_l2(line + b);
+    if (!wide) return;
+    for (int64_t b = kPieceBytes / 2; b < kPieceBytes; b += 64) prefetch_l2(line + b);
+  }
+};
+struct TwoRequests {
+  Requests next, second;
+
+  void due() {
+    next.due();
+    second.due();
+  }
+  inline __attribute__((always_inline)) void ask() {
+    second.ask();
+    next.ask();
+  }
+  void go_on_from(const TwoRequests& copy) {
+    next.at = copy.next.at;
+    second.at = copy.second.at;
   }
   void rest() {
-    while (asked < limit) row();
+    while (next.at != next.end || second.at != second.end) ask();
   }
+};
+
+// The tasks [begin, end) of a thread seen from each in turn. While one is computed, the entries of
+// the task after next are asked for, and once more those of the next: a request that finds the
+// core's queues full is dropped. That is also why they are spread over a task. Where a base is
+// read, the entries are few beside it and are asked for once.
+class Ahead {
+ public:
+  Ahead(const RecurrentArgs& a, const WindowPieces& pieces, int64_t begin, int64_t end)
+      : a_(a), pieces_(pieces), task_(begin), end_(end) {
+    move_on();
+    move_on();
+  }
+  // To be called after each task.
+  void move_on() {
+    next_ = second_;
+    second_ = {};
+    if (++task_ >= end_) return;
+    const WindowTask x = pieces_.task(a_, task_);
+    Entries e;
+    if (!second_.set(a_, x, &e)) return;
+    if (!next_.entries || !next_.entries->suits(e, x)) {
+      latest_ = next_.entries == &entries_[0] ? &entries_[1] : &entries_[0];
+      if (!latest_->suits(e, x)) latest_->set(a_, e, x);
+    }
+    second_.entries = latest_;
+  }
+  const void* state() const { return next_.state; }
+  TwoRequests requests(int64_t parts) const {
+    return {Requests(next_, parts), a_.state.ptr ? Requests() : Requests(second_, parts)};
+  }
+
+ private:
+  const RecurrentArgs& a_;
+  const WindowPieces& pieces_;
+  int64_t task_;  // the last one that was looked at
+  const int64_t end_;
+  Upcoming next_, second_;
+  EntryPieces entries_[2];
+  EntryPieces* latest_ = &entries_[0];
 };
 
 // Products of every live key with the token's key and query, newest first.
 template <class T>
 static void key_dots(const T* keys, int64_t stride, const Entries& e, int64_t R, int64_t K,
-                     const KeyQuery& x, float* dk, float* dq, Upcoming* asking) {
+                     const KeyQuery& x, float* dk, float* dq, TwoRequests& asking) {
+  TwoRequests requests = asking;
   for (int64_t p = 0; p < e.fill; p += 4) {
     const T* row[4];
     for (int i = 0; i < 4; ++i) {
@@ -106,28 +269,43 @@ static void key_dots(const T* keys, int64_t stride, const Entries& e, int64_t R,
         sums.q[r] = fma(s, qv, sums.q[r]);
       });
     });
-    for (int i = 0; asking && i < 4; ++i) asking->row();
+    for (int i = 0; i < 4; ++i) requests.ask();
     sum4(sums.k, dk + p);
     sum4(sums.q, dq + p);
   }
+  asking.go_on_from(requests);
 }
 
-// What the live entries, newest first, and the base weigh for one token of one value head. Where a
-// weight is zero the entry is left out: what it holds must not matter.
-struct Weights {
-  float base;
-  alignas(64) float w[kMaxWindow + 16];
-};
-static void weigh(const float* g_ring, const Entries& e, int64_t R, float g, Weights& m) {
-  float total = g;
-  for (int64_t p = 0; p < e.fill; ++p) {
-    m.w[p] = total;
-    total += g_ring[slot_of(e, R, p)];
+// For each of `heads` value heads, whose rows of g_ring are kMaxWindow and of w are `ld` apart,
+// w[0, fill): what the live entries, newest first, weigh for a token of log decay g; w[fill]: what
+// the base weighs. Where a weight is zero the entry is left out: what it holds must not matter. A
+// head is one long chain of additions, so four go side by side.
+static void weigh(const float* g_ring, const Entries& e, int64_t R, const float* g, int64_t heads,
+                  float* w, int64_t ld) {
+  for (int64_t h = 0; h < heads; h += 4) {
+    const float* ring[4];
+    float* out[4];
+    float total[4];
+    for (int i = 0; i < 4; ++i) {
+      const int64_t head = h + i < heads ? h + i : heads - 1;
+      ring[i] = g_ring + head * kMaxWindow;
+      out[i] = w + head * ld;
+      total[i] = g[head];
+    }
+    for_live(e, R, [&](int64_t p, int64_t slot) {
+      unrolled<4>(GDN_EACH(i) {
+        out[i][p] = total[i];
+        total[i] += ring[i][slot];
+      });
+    });
+    for (int i = 0; i < 4; ++i) {
+      out[i][e.fill] = total[i];
+      for (int64_t p = e.fill + 1; p % kLanes != 0; ++p) out[i][p] = 0.f;
+    }
   }
-  m.w[e.fill] = total;
-  for (int64_t p = e.fill + 1; p % kLanes != 0; ++p) m.w[p] = 0.f;
-  for (int64_t p = 0; p <= e.fill; p += kLanes) store(m.w + p, exp(load(m.w + p)));
-  m.base = m.w[e.fill];
+  for (int64_t h = 0; h < heads; ++h) {
+    for (int64_t p = 0; p <= e.fill; p += kLanes) store(w + h * ld + p, exp(load(w + h * ld + p)));
+  }
 }
 
 // --- the base: products with keys and queries, and the fold
@@ -268,15 +446,13 @@ static void fold_columns(T* S, int64_t s_k, int64_t rows, int64_t K, const Fold&
   }
 }
 
-// Rows [first, first + rows) of a head. `ring` [slot][padded(K)] holds the keys, `wu`
-// [entry][padded(rows)] is scratch.
+// Rows [first, first + rows) of a head. `ring` [slot][padded(K)] holds the keys, `weights` are
+// those of weigh(), `wu` [entry][padded(rows)] is scratch.
 static void prepare_fold(const Window& w, int64_t row, int64_t h, int64_t first, int64_t rows,
-                         int64_t K, const Entries& e, const float* ring, const float* g_ring,
+                         int64_t K, const Entries& e, const float* ring, const float* weights,
                          float* wu, Fold& f) {
-  Weights m;
-  weigh(g_ring, e, w.R, 0.f, m);
   f.n = 0;
-  f.base = m.base;
+  f.base = weights[e.fill];
   f.keys = ring;
   f.updates = wu;
   f.ld = padded(rows);
@@ -284,11 +460,11 @@ static void prepare_fold(const Window& w, int64_t row, int64_t h, int64_t first,
     using U = std::remove_pointer_t<decltype(type)>;
     const U* u = window_updates<U>(w, row, h) + first;
     for (int64_t p = 0; p < e.fill; ++p) {
-      if (m.w[p] == 0.f) continue;
+      if (weights[p] == 0.f) continue;
       const int64_t slot = slot_of(e, w.R, p);
       f.key_row[f.n] = slot * padded(K);
       f.update_row[f.n] = f.n * f.ld;
-      const F weight = broadcast(m.w[p]);
+      const F weight = broadcast(weights[p]);
       for_lanes(rows, [&](int64_t i, auto lanes) {
         store(wu + f.n * f.ld + i, weight * load_lanes(u + slot * w.su_r + i, lanes));
       });
@@ -307,7 +483,7 @@ static void prepare_fold(const Window& w, int64_t row, int64_t h, int64_t first,
 template <class T>
 static void base_products(const StatePool& pool, T* S, int64_t rows, int64_t K, const Fold* fold,
                           const KeyQuery* x, int64_t tokens, float* P, float* Q, int64_t ld,
-                          const T* next, Upcoming* asking) {
+                          const T* next, TwoRequests* asking) {
   if (pool.s_k == 1) {
     const int64_t length = rows / kRowBlock, pitch = length * pool.s_v;
     const int64_t row_bytes = K * sizeof(T);
@@ -325,7 +501,7 @@ static void base_products(const StatePool& pool, T* S, int64_t rows, int64_t K, 
                        : next            ? next + (r + lead - length) * pool.s_v
                                          : nullptr;
       product_rows<kRowBlock>(block, pitch, K, x, tokens, P + r, Q + r, ld, length, ahead);
-      asking->row();
+      asking->ask();
     }
     for (int64_t r = length * kRowBlock; r < rows; ++r) {
       T* row = S + r * pool.s_v;
@@ -359,7 +535,7 @@ static void base_products(const StatePool& pool, T* S, int64_t rows, int64_t K, 
 // --- one token of one value head
 
 struct WindowToken {
-  const Weights& weights;
+  const float* weights;  // of weigh()
   Entries entries;
   const float *c, *d;  // weight * (k_i . k), weight * (k_i . q), newest first
   const float *P, *Q;  // base products of these rows, or null
@@ -370,26 +546,32 @@ struct WindowToken {
 // J registers of rows: the entry's update into `fresh_u`, the outputs into o.
 template <int J, class U, class Lanes>
 GDN_INLINE void mix_rows(const U* u, int64_t s_r, int64_t R, const WindowToken& x, int64_t r,
-                         U* fresh_u, float* o, Upcoming* asking, Lanes lanes) {
-  const Weights& m = x.weights;
+                         U* fresh_u, float* o, TwoRequests& asking, Lanes lanes) {
+  // Of so many entries, as many bytes are asked for as are read here.
+  constexpr int64_t every = J * sizeof(F) < kPieceBytes ? kPieceBytes / (J * sizeof(F)) : 1;
   F p[J], q[J];
-  const F base = broadcast(m.base);
-  const bool keep = x.P && m.base != 0.f;
+  const float weight = x.weights[x.entries.fill];
+  const F base = broadcast(weight);
+  const bool keep = x.P && weight != 0.f;
   unrolled<J>(GDN_EACH(j) {
     p[j] = keep ? base * load_lanes(x.P + r + j * kLanes, lanes) : zero();
     q[j] = keep ? base * load_lanes(x.Q + r + j * kLanes, lanes) : zero();
   });
+  TwoRequests requests = asking;
   for (int64_t i = 0; i < x.entries.fill; ++i) {
-    if (m.w[i] == 0.f) continue;
+    if (x.weights[i] == 0.f) continue;
     const U* row = u + slot_of(x.entries, R, i) * s_r + r;
     const F c = broadcast(x.c[i]), d = broadcast(x.d[i]);
-    unrolled<J>(GDN_EACH(j) {
+    // The last line first: from the first to the last, against the order of the rows, took longer.
+    unrolled<J>(GDN_EACH(i) {
+      constexpr int j = (i + J - 1) % J;
       const F s = load_lanes(row + j * kLanes, lanes);
       p[j] = fma(c, s, p[j]);
       q[j] = fma(d, s, q[j]);
     });
-    if (asking) asking->row();
+    if (i % every == 0) requests.ask();
   }
+  asking.go_on_from(requests);
   const F beta = broadcast(x.beta), kq = broadcast(x.kq), scale = broadcast(x.scale);
   unrolled<J>(GDN_EACH(j) {
     const F e = beta * (load_lanes(x.v + r + j * kLanes, lanes) - p[j]);
@@ -400,7 +582,7 @@ GDN_INLINE void mix_rows(const U* u, int64_t s_r, int64_t R, const WindowToken& 
 // `u`: the head's window from the first row of the block on; the entry goes to `slot`.
 template <class U>
 static void mix_head(U* u, int64_t s_r, int64_t R, const WindowToken& x, int64_t rows, int64_t slot,
-                     float* o, Upcoming* asking) {
+                     float* o, TwoRequests& asking) {
   using Full = std::integral_constant<int, kLanes>;
   U* fresh_u = u + slot * s_r;
   int64_t r = 0;
@@ -413,19 +595,14 @@ static void mix_head(U* u, int64_t s_r, int64_t R, const WindowToken& x, int64_t
     mix_rows<4>(u, s_r, R, x, r, fresh_u, o, asking, Full());
   }
   for (; r + kLanes <= rows; r += kLanes) {
-    mix_rows<1>(u, s_r, R, x, r, fresh_u, o, nullptr, Full());
+    mix_rows<1>(u, s_r, R, x, r, fresh_u, o, asking, Full());
   }
   if (r < rows) {
-    mix_rows<1>(u, s_r, R, x, r, fresh_u, o, nullptr, static_cast<int>(rows - r));
+    mix_rows<1>(u, s_r, R, x, r, fresh_u, o, asking, static_cast<int>(rows - r));
   }
 }
 
 // --- a sequence
-
-// Value heads [h0, h1) of key head hk, rows [first, first + rows).
-struct WindowTask {
-  int64_t n, hk, h0, h1, first, rows;
-};
 
 struct WindowScratch {
   KeyQuery* kq;     // [tokens]
@@ -434,13 +611,20 @@ struct WindowScratch {
   float *dk, *dq;   // [tokens][kMaxWindow]: products of live keys with each token's key and query
   float *P, *Q;     // [tokens][kMaxRow]: products of the base with them
   float* g;         // [ratio][kMaxWindow]: log decays of the entries, by slot
+  float* weights;   // [tokens + 1][ratio][weights_ld]: of weigh(); the last: of the fold
+  float* beta;      // [tokens][ratio]
+  float* gate;      // [ratio]: log decays of one token
   float* wu;        // [R][kMaxRow]: updates that are folded, times their weights
   Entries* before;  // [tokens]: what was live before each
+  int64_t ratio, weights_ld;
   ScopedMemory memory;
 
   // `base`: with room for its products and for folding into it.
   WindowScratch(int64_t tokens, int64_t R, int64_t K, int64_t ratio, bool base)
-      : memory(sizeof(float) * (R * padded(K) + 2 * tokens * kMaxWindow + ratio * kMaxWindow +
+      : ratio(ratio),
+        weights_ld(padded(R + 1)),
+        memory(sizeof(float) * (R * padded(K) + 2 * tokens * kMaxWindow +
+                                ratio * (kMaxWindow + (tokens + 1) * (weights_ld + 1)) +
                                 (base ? 2 * tokens * kMaxRow + R * (kMaxRow + padded(K)) : 0)) +
                (sizeof(KeyQuery) + sizeof(Entries)) * tokens) {
     kq = static_cast<KeyQuery*>(memory.data);
@@ -455,10 +639,16 @@ struct WindowScratch {
     dk = take(tokens * kMaxWindow);
     dq = take(tokens * kMaxWindow);
     g = take(ratio * kMaxWindow);
+    weights = take(ratio * (tokens + 1) * weights_ld);
+    beta = take(ratio * tokens);
+    gate = take(ratio);
     P = base ? take(tokens * kMaxRow) : nullptr;
     Q = base ? take(tokens * kMaxRow) : nullptr;
     wu = base ? take(R * kMaxRow) : nullptr;
     folded = base ? take(R * padded(K)) : nullptr;
+  }
+  float* weights_of(int64_t j, int64_t head) const {
+    return weights + (j * ratio + head) * weights_ld;
   }
 };
 
@@ -467,10 +657,9 @@ static void load_ring(const Window& w, int64_t row, int64_t hk, const Entries& e
   with_type(w.k_dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
     const T* keys = window_keys<T>(w, row, hk);
-    for (int64_t p = 0; p < e.fill; ++p) {
-      const int64_t slot = slot_of(e, w.R, p);
+    for_live(e, w.R, [&](int64_t, int64_t slot) {
       widen(keys + slot * w.sk_r, 1, K, ring + slot * padded(K));
-    }
+    });
   });
 }
 GDN_INLINE bool folds(const RecurrentArgs& a, const Entries& e, int64_t tokens) {
@@ -488,46 +677,16 @@ static void store_key(const Window& w, int64_t row, int64_t hk, int64_t slot, in
   });
 }
 
-// What a thread will read after the task at hand.
-struct WindowAhead {
-  const void* state = nullptr;  // base of the first head, or null
-  Upcoming entries;
-
-  WindowAhead() = default;
-  WindowAhead(const RecurrentArgs& a, const WindowTask& x) {
-    const Sequence seq = sequence_of(a.seqs, x.n, 0);
-    if (seq.row < 0) return;
-    const StatePool& s = a.state;
-    if (s.ptr) {
-      state = static_cast<const char*>(s.ptr) +
-              (seq.row * s.s_p + x.h0 * s.s_h + x.first * s.s_v) * size_of(s.dtype);
-    }
-    const Window& w = a.window;
-    const int64_t k_size = size_of(w.k_dtype), u_size = size_of(w.u_dtype);
-    entries.keys = static_cast<const char*>(w.k) + (seq.row * w.sk_p + x.hk * w.sk_h) * k_size;
-    entries.key_bytes = a.K * k_size;
-    entries.key_stride = w.sk_r * k_size;
-    entries.updates =
-        static_cast<const char*>(w.u) + (seq.row * w.su_p + x.h0 * w.su_h + x.first) * u_size;
-    entries.update_bytes = x.rows * u_size;
-    entries.update_stride = w.su_r * u_size;
-    entries.head_stride = w.su_h * u_size;
-    entries.R = w.R;
-    entries.heads = x.h1 - x.h0;
-    entries.e = live_entries(w, seq, a.seqs.num_accepted.ptr != nullptr);
-  }
-};
-
 // Tokens supplies a task's inputs and takes its outputs:
 //   const KeyQuery* keys(t, n, hk, KeyQuery* scratch)   n tokens from t on
 //   const float* value(t, h, first, rows)               valid until the next call
 //   RawGates gates(t, h)
 //   void output(t, h, first, rows, const float* o)
 // `last`: no other task reads the keys and gates of this one, so they may be written now.
-// `next`: what the thread reads after this task.
+// `ahead`: what the thread reads after this task.
 template <class Tokens>
 static void window_task(const RecurrentArgs& a, const Sequence& seq, const WindowTask& x,
-                        Tokens& tokens, WindowScratch& s, bool last, WindowAhead next) {
+                        Tokens& tokens, WindowScratch& s, bool last, const Ahead& ahead) {
   const Window& w = a.window;
   const int64_t T = seq.end - seq.start, R = w.R, K = a.K, Kp = padded(K);
   Entries start = live_entries(w, seq, a.seqs.num_accepted.ptr != nullptr);
@@ -536,13 +695,12 @@ static void window_task(const RecurrentArgs& a, const Sequence& seq, const Windo
   for (int64_t h = x.h0; h < x.h1; ++h) {
     const float* g = window_gates(w, seq.row, h);
     float* g_ring = s.g + (h - x.h0) * kMaxWindow;
-    for (int64_t p = 0; p < start.fill; ++p) {
-      const int64_t slot = slot_of(start, R, p);
-      g_ring[slot] = g[slot * w.sg_r];
-    }
+    for_live(start, R, [&](int64_t, int64_t slot) { g_ring[slot] = g[slot * w.sg_r]; });
   }
   const Entries folded = start;
-  next.entries.limit = next.entries.rows();
+  const int64_t heads = x.h1 - x.h0;
+  TwoRequests asking = ahead.requests(heads + 1);
+  asking.due();
   if (fold) start = {};
 
   float o[kMaxRow];
@@ -555,11 +713,11 @@ static void window_task(const RecurrentArgs& a, const Sequence& seq, const Windo
       s.before[j] = e;
       float *dk = s.dk + j * kMaxWindow, *dq = s.dq + j * kMaxWindow;
       if (ring) {
-        key_dots(s.ring, Kp, e, R, K, kq[j], dk, dq, nullptr);
+        key_dots(s.ring, Kp, e, R, K, kq[j], dk, dq, asking);
       } else {
         with_type(w.k_dtype, [&](auto* type) {
           using D = std::remove_pointer_t<decltype(type)>;
-          key_dots(window_keys<D>(w, seq.row, x.hk), w.sk_r, e, R, K, kq[j], dk, dq, &next.entries);
+          key_dots(window_keys<D>(w, seq.row, x.hk), w.sk_r, e, R, K, kq[j], dk, dq, asking);
         });
       }
       const int64_t slot = append(e, R);
@@ -569,43 +727,58 @@ static void window_task(const RecurrentArgs& a, const Sequence& seq, const Windo
         }
       }
     }
+    if (fold) {
+      for (int64_t i = 0; i < heads; ++i) s.gate[i] = 0.f;
+      weigh(s.g, folded, R, s.gate, heads, s.weights_of(count, 0), s.weights_ld);
+    }
+    for (int64_t j = 0; j < count; ++j) {
+      for (int64_t i = 0; i < heads; ++i) {
+        const RawGates gates = tokens.gates(t0 + j, x.h0 + i);
+        s.gate[i] = gates.g;
+        s.beta[j * heads + i] = gates.beta;
+      }
+      weigh(s.g, s.before[j], R, s.gate, heads, s.weights_of(j, 0), s.weights_ld);
+      Entries after = s.before[j];
+      const int64_t slot = append(after, R);
+      for (int64_t i = 0; i < heads; ++i) {
+        s.g[i * kMaxWindow + slot] = kept_gate(a, seq, t0 + j, s.gate[i]);
+      }
+    }
     for (int64_t h = x.h0; h < x.h1; ++h) {
       const bool base = a.state.ptr && !seq.fresh;
-      float* g_ring = s.g + (h - x.h0) * kMaxWindow;
-      Upcoming* asking = &next.entries;
-      asking->limit = asking->rows() * (h + 2 - x.h0) / (x.h1 - x.h0 + 1);
+      const int64_t head = h - x.h0;
+      if (t0 == seq.start) asking.due();
       if (base) {
         // A call that folds has no more tokens than the window entries: this is its only segment.
         Fold f;
         if (fold) {
-          prepare_fold(w, seq.row, h, x.first, x.rows, K, folded, s.folded, g_ring, s.wu, f);
+          prepare_fold(w, seq.row, h, x.first, x.rows, K, folded, s.folded,
+                       s.weights_of(count, head), s.wu, f);
         }
         with_type(a.state.dtype, [&](auto* type) {
           using D = std::remove_pointer_t<decltype(type)>;
           D* S = head_of<D>(a.state, seq.row, h) + x.first * a.state.s_v;
-          const D* ahead = h + 1 < x.h1 ? S + a.state.s_h : static_cast<const D*>(next.state);
+          const D* next = h + 1 < x.h1 ? S + a.state.s_h : static_cast<const D*>(ahead.state());
           base_products(a.state, S, x.rows, K, fold ? &f : nullptr, kq, count, s.P, s.Q, kMaxRow,
-                        ahead, asking);
+                        next, &asking);
         });
       }
       for (int64_t j = 0; j < count; ++j) {
         const int64_t t = t0 + j;
-        const RawGates gates = tokens.gates(t, h);
-        Weights m;
-        weigh(g_ring, s.before[j], R, gates.g, m);
+        const float* weights = s.weights_of(j, head);
         const float *dk = s.dk + j * kMaxWindow, *dq = s.dq + j * kMaxWindow;
         for (int64_t i = 0; i < s.before[j].fill; i += kLanes) {
-          store(c + i, load(m.w + i) * load(dk + i));
-          store(d + i, load(m.w + i) * load(dq + i));
+          store(c + i, load(weights + i) * load(dk + i));
+          store(d + i, load(weights + i) * load(dq + i));
         }
-        const WindowToken token{m,
+        const WindowToken token{weights,
                                 s.before[j],
                                 c,
                                 d,
                                 base ? s.P + j * kMaxRow : nullptr,
                                 base ? s.Q + j * kMaxRow : nullptr,
                                 tokens.value(t, h, x.first, x.rows),
-                                gates.beta,
+                                s.beta[j * heads + head],
                                 kq[j].kq,
                                 a.scale};
         Entries after = s.before[j];
@@ -615,10 +788,9 @@ static void window_task(const RecurrentArgs& a, const Sequence& seq, const Windo
           U* u = window_updates<U>(w, seq.row, h) + x.first;
           mix_head(u, w.su_r, R, token, x.rows, slot, o, asking);
         });
-        g_ring[slot] = kept_gate(a, seq, t, gates.g);
         tokens.output(t, h, x.first, x.rows, o);
       }
-      asking->rest();
+      asking.rest();
     }
     if (last) {
       for (int64_t j = 0; j < count; ++j) {
@@ -681,26 +853,6 @@ static int64_t most_tokens(const Sequences& s) {
   return most < kSegment ? most : kSegment;
 }
 
-// Pieces a key head falls into: all of it, or blocks of rows of one value head.
-struct WindowPieces {
-  int64_t rows, blocks, count;
-  bool whole;
-  WindowPieces(const RecurrentArgs& a, int threads) {
-    const int64_t ratio = a.HV / a.H, tasks = a.seqs.N * a.H;
-    whole = threads == 1 || tasks >= 4 * threads || tasks % threads == 0;
-    rows = whole ? a.V : rows_per_task(tasks * ratio, a.V, threads);
-    blocks = (a.V + rows - 1) / rows;
-    count = whole ? 1 : ratio * blocks;
-  }
-  WindowTask task(const RecurrentArgs& a, int64_t i) const {
-    const int64_t ratio = a.HV / a.H, key = i / count, piece = i % count;
-    const int64_t n = key / a.H, hk = key % a.H;
-    if (whole) return {n, hk, hk * ratio, (hk + 1) * ratio, 0, a.V};
-    const int64_t h = hk * ratio + piece / blocks, first = piece % blocks * rows;
-    return {n, hk, h, h + 1, first, a.V - first < rows ? a.V - first : rows};
-  }
-};
-
 // Inputs straight from tensors.
 struct TensorTokens {
   const RecurrentArgs& a;
@@ -733,8 +885,9 @@ static void recurrent_window(const RecurrentArgs& a, const Parallel& parallel) {
   auto body = [&](int64_t begin, int64_t end) {
     WindowScratch scratch(most, a.window.R, a.K, ratio, a.state.ptr != nullptr);
     TensorTokens tokens{a};
+    Ahead ahead(a, pieces, begin, end);
     const float zeros[kMaxRow] = {};
-    for (int64_t i = begin; i < end; ++i) {
+    for (int64_t i = begin; i < end; ++i, ahead.move_on()) {
       const WindowTask x = pieces.task(a, i);
       const Sequence seq = sequence_of(a.seqs, x.n, 0);
       tokens.b = seq.b;
@@ -743,9 +896,7 @@ static void recurrent_window(const RecurrentArgs& a, const Parallel& parallel) {
           for (int64_t h = x.h0; h < x.h1; ++h) tokens.output(t, h, x.first, x.rows, zeros);
         }
       } else if (seq.end > seq.start) {
-        const WindowAhead next =
-            i + 1 < end ? WindowAhead(a, pieces.task(a, i + 1)) : WindowAhead();
-        window_task(a, seq, x, tokens, scratch, pieces.whole, next);
+        window_task(a, seq, x, tokens, scratch, pieces.whole, ahead);
       }
     }
   };
@@ -776,13 +927,11 @@ static void window_flush(const RecurrentArgs& a, const Parallel& parallel) {
       const Entries e = live_entries(w, seq, false);
       if (e.fill == 0) continue;
       load_ring(w, seq.row, hk, e, a.K, s.folded);
-      const float* g = window_gates(w, seq.row, h);
-      for (int64_t p = 0; p < e.fill; ++p) {
-        const int64_t slot = slot_of(e, w.R, p);
-        s.g[slot] = g[slot * w.sg_r];
-      }
+      const float *g = window_gates(w, seq.row, h), zero = 0.f;
+      for_live(e, w.R, [&](int64_t, int64_t slot) { s.g[slot] = g[slot * w.sg_r]; });
       Fold f;
-      prepare_fold(w, seq.row, h, 0, a.V, a.K, e, s.folded, s.g, s.wu, f);
+      weigh(s.g, e, w.R, &zero, 1, s.weights, s.weights_ld);
+      prepare_fold(w, seq.row, h, 0, a.V, a.K, e, s.folded, s.weights, s.wu, f);
       with_type(a.state.dtype, [&](auto* type) {
         using D = std::remove_pointer_t<decltype(type)>;
         D* S = head_of<D>(a.state, seq.row, h);
@@ -853,15 +1002,14 @@ static void decode_window(const DecodeArgs& a, const Parallel& parallel) {
       WindowScratch scratch(most, r.window.R, r.K, ratio, has_base);
       Buffers buffers(most, v_floats);
       Taps taps;
-      for (int64_t key = begin; key < end; ++key) {
+      Ahead ahead(r, pieces, begin, end);
+      for (int64_t key = begin; key < end; ++key, ahead.move_on()) {
         const WindowTask x = pieces.task(r, key);
         const Sequence seq = sequence_of(r.seqs, x.n, 0);
         if (!alive(seq, key)) continue;
         head.inputs(conv_sequence(a, x.n), x.hk, taps, buffers.kq, buffers.v);
         DecodedTokens tokens{r, seq, x.h0, buffers.kq, buffers.v, buffers.o};
-        const WindowAhead next =
-            key + 1 < end ? WindowAhead(r, pieces.task(r, key + 1)) : WindowAhead();
-        window_task(r, seq, x, tokens, scratch, true, next);
+        window_task(r, seq, x, tokens, scratch, true, ahead);
         norm(seq, x.hk, buffers.o, weight);
       }
     };
@@ -891,12 +1039,13 @@ static void decode_window(const DecodeArgs& a, const Parallel& parallel) {
   parallel_for(parallel, keys, front);
   auto middle = [&](int64_t begin, int64_t end) {
     WindowScratch scratch(most, r.window.R, r.K, 1, has_base);
+    Ahead nothing(r, pieces, end, end);
     for (int64_t i = begin; i < end; ++i) {
       const WindowTask x = pieces.task(r, i);
       const Sequence seq = sequence_of(r.seqs, x.n, 0);
       if (seq.row < 0 || seq.end <= seq.start) continue;
       DecodedTokens tokens = tokens_of(seq, i / pieces.count);
-      window_task(r, seq, x, tokens, scratch, false, WindowAhead());
+      window_task(r, seq, x, tokens, scratch, false, nothing);
     }
   };
   parallel_for(parallel, keys * pieces.count, middle);
