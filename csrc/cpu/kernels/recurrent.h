@@ -345,7 +345,7 @@ GDN_INLINE void step_few_columns(T* S, int64_t s_k, int64_t K, const TokenInput&
 
 template <int bytes>
 GDN_INLINE void prefetch_lines(const char* p) {
-#pragma GCC unroll 4
+#pragma GCC unroll 8
   for (int at = 0; at < bytes; at += 64) prefetch_l2(p + at);
 }
 
@@ -357,7 +357,7 @@ GDN_INLINE void prefetch_lines(const char* p) {
 // ahead. Of 32-bit rows the rewrite, during which memory would rest, asks for two lines of each
 // step, 16 KB, of the next head. The others come by the hardware's prefetcher, which keeps more
 // lines in flight than requests do but starts anew in every page: the products ask for two lines of
-// the page after next.
+// the page after next, and for what was dropped or not asked for by then, a page ahead.
 template <int J, class T>
 static void step_whole_rows(T* S, int64_t K, const TokenInput& x, const float* v, float* o,
                             const T* next) {
@@ -390,6 +390,7 @@ static void step_whole_rows(T* S, int64_t K, const TokenInput& x, const float* v
       if (in_page < 2 && coming < K) {
         prefetch_lines<line>(here + coming * row_bytes + in_page * line);
       }
+      if (i + rows < K) prefetch_lines<row_bytes>(here + (i + rows) * row_bytes);
     }
   }
 
