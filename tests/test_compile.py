@@ -244,6 +244,30 @@ def test_mutating_op(name):
     check(fn, pools, *inputs)
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_layers_of_a_pool_whose_size_varies(mode):
+    """From the second size on, inductor wrote every layer's states into the first one's."""
+
+    def step(states, convs, projected, parameters, index):
+        total = 0
+        for layer in range(3):
+            pools = (convs[layer], states[layer].transpose(-1, -2))
+            total = total + ops.decode(projected, *parameters, *pools, H, K, index)
+        return total
+
+    parameters = decode_parameters()
+    with mode(), torch._inductor.config.patch(force_disable_caches=True):
+        compiled = torch.compile(step, fullgraph=True)
+        for rows_of_pool in (P, P + 3, P + 8):
+            pools = [torch.randn(3, rows_of_pool, HV, K, V), torch.randn(3, rows_of_pool, C, W)]
+            copies = [pool.clone() for pool in pools]
+            inputs = (torch.randn(N, 1, D), parameters, rows())
+            want, got = step(*copies, *inputs), compiled(*pools, *inputs)
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+            for pool, copy in zip(pools, copies, strict=True):
+                torch.testing.assert_close(pool, copy, rtol=1e-5, atol=1e-6)
+
+
 def test_the_guard_sees_a_copy():
     """State read before the op and used after it is copied, and the guard must say so."""
 

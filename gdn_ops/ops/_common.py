@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -17,7 +19,32 @@ SEQUENCE_ARGS = """
         num_accepted: ``[N]`` or longer; below 1 makes the row padding."""
 
 
+@functools.cache
+def _keep_offsets() -> None:
+    """Gives inductor the lowering of ``aten.sym_storage_offset`` where it lacks it.
+
+    A pool that is written through a view, ``pool[layer]``, is described by the view's sizes,
+    strides and offset. With sizes that vary the offset is a node of the graph, for which inductor
+    (seen in torch 2.13) has no lowering, unlike for sizes and strides: it takes the offset for 0,
+    and every layer silently writes the first one's states (pytorch/pytorch issue 198068).
+    """
+    from torch._inductor import lowering
+    from torch._inductor.virtualized import V
+
+    offset_of = torch.ops.aten.sym_storage_offset.default
+    if offset_of in lowering.lowerings:
+        return
+
+    @lowering.register_lowering(offset_of)
+    def _(tensor):
+        value = V.graph.current_node.meta["val"]
+        return value.node.expr if isinstance(value, torch.SymInt) else int(value)
+
+
 def check_same_device(op: str, like: Tensor, **tensors: Tensor | None) -> None:
+    given = [like, *(t for t in tensors.values() if t is not None)]
+    if any(isinstance(t.storage_offset(), torch.SymInt) for t in given):
+        _keep_offsets()
     for name, t in tensors.items():
         if t is not None:
             torch._check(
