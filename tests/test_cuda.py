@@ -152,7 +152,7 @@ def test_untouched_rows_and_poisoned_padding(layout):
 @pytest.mark.parametrize("state_dtype", DTYPES)
 def test_same_bits_alone_and_in_a_batch(state_dtype, layout):
     """Large batches take other tiles than small ones; a row must not notice."""
-    B, HV = 64, 16
+    B, HV = 192, 16
     args = inputs(B, 1, 4, HV, 128, 128, torch.bfloat16)
     state = pool(B, HV, 128, 128, state_dtype, layout).cuda()
     assert state.stride(3 if layout == "vk" else 2) == 1

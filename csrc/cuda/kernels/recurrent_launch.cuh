@@ -61,6 +61,12 @@ cudaError_t launch_k(const RecurrentArgs& a, bool early, cudaStream_t stream) {
   }
   if constexpr (sizeof(ST) == 4) {
     constexpr int lanes = K == 256 ? 32 : 16;
+    if constexpr (K == 128) {
+      // As below; from 256 sequences of 12 heads on it was always the faster one.
+      if (one && a.seqs.N * a.HV * a.V * a.K >= (int64_t{3} << 24)) {
+        return launch_rows<ST, AT, K, 16, lanes, 1, 16, true>(a, early, stream);
+      }
+    }
     return one ? launch_rows<ST, AT, K, 4, lanes, 2, 16, true>(a, early, stream)
                : launch_rows<ST, AT, K, 4, lanes, 2, 12, false>(a, early, stream);
   } else {
