@@ -26,12 +26,10 @@ NOT_HERE = {
     "silu_at_its_ends": "minus infinity times zero is NaN here",
     "test_linear.py": "torch's own product",
     # docs/cuda.md: what a 16-bit call rounds on the way.
-    "test_decode.py::test_against_oracle[act3": "q, k, v and o are rounded between launches",
-    "test_decode.py::test_against_oracle[act4": "the same",
-    "test_decode.py::test_against_oracle[act5": "the same",
-    "test_decode.py::test_against_oracle[act6": "the same",
-    "test_decode.py::test_against_oracle[act7": "the same",
-    "test_decode.py::test_against_oracle[act8": "the same",
+    **{
+        f"test_decode.py::test_against_oracle[act{i}": "q, k, v and o are rounded between launches"
+        for i in range(3, 9)
+    },
     "test_chunk.py::test_head_dims[64-64]": "factors of 16 bits: tests/test_cuda_chunk.py",
     "test_chunk.py::test_head_dims[128-128]": "the same",
     "test_chunk.py::test_gradients_of_any_shape[False-2-None-1-3-128-64-64-dtype": "the same",

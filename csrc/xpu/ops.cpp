@@ -166,8 +166,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> op_conv_gating(
 Tensor op_gated_rms_norm(const Tensor& x, const Tensor& gate, const Tensor& weight_in, double eps) {
   const Tensor weight = dense_channels(weight_in);
   NormArgs n = norm_args("gated_rms_norm", x, gate, weight, eps);
-  // The kernel takes rows one stride apart.
-  if (n.heads != 1) return op_gated_rms_norm(x.contiguous(), gate.contiguous(), weight, eps);
+  // The kernel takes rows of x one stride apart.
+  if (n.heads > 1 && n.s_x != n.heads * n.s_x_head)
+    return op_gated_rms_norm(x.contiguous(), gate, weight, eps);
   Tensor y = at::empty(x.sizes(), x.options());
   n.y = y.data_ptr();
   launch("gated_rms_norm", x, [&](void* stream) { gated_rms_norm(n, stream); });
@@ -216,7 +217,9 @@ Tensor decode_common(const char* op, const DecodeTensors& given, Tensor* state, 
   n.y = y.data_ptr();
   n.dtype = r.out.dtype;
   n.gate_dtype = d.z.dtype;
-  n.s_x = r.V;
+  n.heads = r.HV;
+  n.s_x = r.HV * r.V;
+  n.s_x_head = n.s_gate_head = r.V;
   n.weight = d.norm_weight;
   n.eps = d.norm_eps;
   // Tokens of the projection lie one stride apart when it is contiguous in its first two
@@ -236,7 +239,7 @@ Tensor decode_common(const char* op, const DecodeTensors& given, Tensor* state, 
       recurrent_window(r, stream);
     else
       recurrent(r, stream);
-    gated_rms_norm(n, stream, r.HV, r.V);
+    gated_rms_norm(n, stream, /*quiet=*/true);
   });
   pool.put_back();
   return y;

@@ -131,12 +131,12 @@ __device__ inline vf32 silu(const vf32& x) { return vvmul_float32x16(x, sigmoid(
 // One row of the gated norm: y = round(weight * round(x * rs)) * silu(gate), rs from the mean
 // square of x. `x` may be shared with `y`. Lanes beyond V are zero in x.
 struct GatedNorm {
-  // weight: float32, natural order, `chunks` whole chunks.
+  // weight: float32, natural order, `chunks` whole chunks. Returns the sum of squares of x.
   template <typename LoadX>
-  __device__ static inline void row(LoadX load_x, lm_ptr<char> gate, int gate_dtype,
-                                    lm_ptr<float> weight, bool round_weighted, int x_dtype,
-                                    lm_ptr<char> y, int y_dtype, int chunks, sfloat inv_v,
-                                    sfloat eps, lm_ptr<float> scratch) {
+  __device__ static inline sfloat row(LoadX load_x, lm_ptr<char> gate, int gate_dtype,
+                                      lm_ptr<float> weight, bool round_weighted, int x_dtype,
+                                      lm_ptr<char> y, int y_dtype, int chunks, sfloat inv_v,
+                                      sfloat eps, lm_ptr<float> scratch) {
     vf32 z, acc, lo, hi;
     zero(z);
     zero(acc);
@@ -163,6 +163,7 @@ struct GatedNorm {
       hi = vvmul_float32x16(hi, silu(g_hi));
       store_any(y, y_dtype, c, lo, hi);
     }
+    return total;
   }
 };
 

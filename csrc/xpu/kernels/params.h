@@ -123,6 +123,7 @@ struct NormParams {
   GateParam weight;
   int64_t s_gate_head;  // row r: gate row at (r / heads) * s_gate + (r % heads) * s_gate_head
   int32_t V, dtype, gate_dtype, heads;
+  int32_t quiet;  // rows of zeros give zeros, whatever their gate holds: padding
   float eps, inv_v;
 };
 

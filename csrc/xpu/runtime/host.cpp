@@ -371,17 +371,18 @@ void check_gated_rms_norm(const NormArgs& a) {
                       std::to_string(a.weight.s0));
 }
 
-void gated_rms_norm(const NormArgs& a, void* stream, int64_t heads, int64_t s_gate_head) {
+void gated_rms_norm(const NormArgs& a, void* stream, bool quiet) {
   if (a.rows == 0) return;
   check_gated_rms_norm(a);
   NormParams p{};
   p.x = address(a.x);
   p.gate = address(a.gate);
   p.y = address(a.y);
-  p.s_x = a.s_x;
+  p.s_x = a.heads > 1 ? a.s_x_head : a.s_x;
   p.s_gate = a.s_gate;
-  p.heads = static_cast<int32_t>(heads);
-  p.s_gate_head = s_gate_head;
+  p.heads = static_cast<int32_t>(a.heads);
+  p.s_gate_head = a.s_gate_head;
+  p.quiet = quiet;
   p.rows = a.rows;
   p.weight = gate_param(a.weight);
   p.V = static_cast<int32_t>(a.V);

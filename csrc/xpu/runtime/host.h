@@ -34,7 +34,9 @@ void short_conv(const ConvArgs& a, void* stream);
 void conv_gating(const ConvGatingArgs& a, void* stream);
 void gating(const GatingArgs& a, void* stream);
 // `heads` rows of the gate share a token of stride s_gate and lie s_gate_head apart.
-void gated_rms_norm(const NormArgs& a, void* stream, int64_t heads = 1, int64_t s_gate_head = 0);
+// Rows of x lie in one stride, those of the gate as NormArgs says. `quiet`: rows of zeros, which is
+// what padding leaves, give zeros whatever their gate holds.
+void gated_rms_norm(const NormArgs& a, void* stream, bool quiet = false);
 // Throw what the calls of those names would: a step of several launches is refused before the
 // first.
 void check_recurrent(const RecurrentArgs& a);
