@@ -47,10 +47,10 @@ def test_model_follows_the_assumed_rates(capsys):
 
 def test_usage_errors(capsys):
     assert main(["bench", "--device", "xpu-twin", "layer"]) == 2
-    assert "there are: recurrent, recurrent_buffered" in capsys.readouterr().out
+    assert "there are: recurrent, recurrent_buffered" in capsys.readouterr().err
     assert main(["bench", "xpu"]) == 2
-    assert "use --device xpu-twin" in capsys.readouterr().out
+    assert "use --device xpu-twin" in capsys.readouterr().err
     assert main(["bench", "--rate", "1e9"]) == 2
-    assert "--device xpu-twin" in capsys.readouterr().out
+    assert "--device xpu-twin" in capsys.readouterr().err
     assert main(["bench", "--device", "xpu-twin", "--plot", "x.png"]) == 2
-    assert "not plotted" in capsys.readouterr().out
+    assert "not plotted" in capsys.readouterr().err
