@@ -271,6 +271,14 @@ __device__ __forceinline__ float lane_sum(float x) {
   return x;
 }
 
+// The grid of a recurrence: blockIdx.x = head * blocks + block of it, blockIdx.y = sequence.
+struct HeadGrid {
+  int64_t first = 0;  // sequence of blockIdx.y == 0
+  FastDiv blocks, ratio;
+  bool early = false;  // state and indices before the wait
+  unsigned ahead = 0;  // blocks that fetch their part of the state into L2 before the wait
+};
+
 // Sums NV values at once over groups of LANES lanes: each step halves the values a lane still
 // carries, so NV sums cost about NV shuffles. Lane l of a group ends with the sum of value
 // l / (LANES / NV), or, of more values than lanes, with the NV / LANES sums from l * NV / LANES on.
@@ -327,6 +335,18 @@ __device__ __forceinline__ int64_t device_row(const Sequences& s, int64_t n) {
   if (!s.state_indices.ptr) return n;
   const int64_t row = at(s.state_indices, n, s.S > 0 ? column : 0);
   return row < s.P ? row : -1;
+}
+// The sequence of a block. ONE: every sequence has one token, so no lengths are read.
+template <bool ONE>
+__device__ __forceinline__ Sequence block_sequence(const Sequences& s, int64_t n) {
+  if constexpr (!ONE) return device_sequence(s, n);
+  Sequence q;
+  q.b = n;
+  q.start = 0;
+  q.end = 1;
+  q.fresh = s.has_initial_state && !s.has_initial_state[n * s.s_has];
+  q.row = device_row(s, n);
+  return q;
 }
 
 // The same read past the caches of this multiprocessor, while a kernel before this one may still

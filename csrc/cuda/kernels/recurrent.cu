@@ -25,18 +25,7 @@ cudaError_t launch_any(const RecurrentArgs& a, cudaStream_t stream) {
         cudaFuncSetAttribute(recurrent_any, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
     if (error != cudaSuccess) return error;
   }
-  AnyGrid grid;
-  grid.row_blocks = FastDiv(static_cast<uint32_t>((a.V + kAnyRows - 1) / kAnyRows));
-  grid.ratio = FastDiv(static_cast<uint32_t>(a.HV / a.H));
-  for (; grid.first < a.seqs.N; grid.first += kMaxGridY) {
-    const int64_t count = a.seqs.N - grid.first < kMaxGridY ? a.seqs.N - grid.first : kMaxGridY;
-    const cudaError_t error = launch(
-        recurrent_any,
-        dim3(static_cast<unsigned>(a.HV) * grid.row_blocks.divisor, static_cast<unsigned>(count)),
-        dim3(kAnyWarps * 32), shared, stream, a, grid);
-    if (error != cudaSuccess) return error;
-  }
-  return cudaSuccess;
+  return launch_heads(recurrent_any, a, kAnyRows, kAnyWarps, 0, shared, false, stream);
 }
 
 }  // namespace

@@ -14,13 +14,8 @@ __host__ __device__ inline int any_shared_floats(int K) {
   return kAnyRows * (K + 1) + 2 * K + kAnyWarps * kAnyRows * 2;
 }
 
-struct AnyGrid {
-  int64_t first = 0;  // sequence of blockIdx.y == 0
-  FastDiv row_blocks, ratio;
-};
-
 __global__ void __launch_bounds__(kAnyWarps * 32)
-    recurrent_any(const __grid_constant__ RecurrentArgs a, const __grid_constant__ AnyGrid grid) {
+    recurrent_any(const __grid_constant__ RecurrentArgs a, const __grid_constant__ HeadGrid grid) {
   extern __shared__ float shared[];
   const int K = static_cast<int>(a.K), V = static_cast<int>(a.V), pitch = K + 1;
   float* const S = shared;
@@ -28,8 +23,8 @@ __global__ void __launch_bounds__(kAnyWarps * 32)
   float* const sq = sk + K;
   float* const parts = sq + K;  // [warp][row][2]
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, threads = kAnyWarps * 32;
-  const unsigned hv = grid.row_blocks(blockIdx.x);
-  const unsigned block = blockIdx.x - hv * grid.row_blocks.divisor;
+  const unsigned hv = grid.blocks(blockIdx.x);
+  const unsigned block = blockIdx.x - hv * grid.blocks.divisor;
   const unsigned h = grid.ratio(hv);
   const int64_t n = grid.first + blockIdx.y;
   const int row0 = block * kAnyRows, rows = V - row0 < kAnyRows ? V - row0 : kAnyRows;

@@ -8,13 +8,6 @@
 namespace gdn {
 namespace cuda {
 
-struct ColumnsGrid {
-  int64_t first = 0;  // sequence of blockIdx.y == 0
-  FastDiv column_blocks, ratio;
-  bool early = false;  // state and indices before the wait
-  unsigned ahead = 0;  // blocks that fetch their columns into L2 before the wait
-};
-
 // A thread holds kRows rows of kVector columns, two half warps side by side the same columns. One
 // shape for every dtype and batch, so that a sequence has the same bits in each of them.
 struct Columns {
@@ -49,14 +42,14 @@ __device__ __forceinline__ void store_state_vector(T* p, const float* f) {
 template <class ST, class AT, int K, int MIN_BLOCKS, bool ONE>
 __global__ void __launch_bounds__(Columns::warps(K) * 32, MIN_BLOCKS)
     recurrent_columns(const __grid_constant__ RecurrentArgs a,
-                      const __grid_constant__ ColumnsGrid grid) {
+                      const __grid_constant__ HeadGrid grid) {
   constexpr int E = Columns::kVector, NK = Columns::kRows, G = Columns::kGroups;
   constexpr int WIDTH = Columns::kWidth, PITCH = Columns::kPitch, WARPS = Columns::warps(K);
   // Two sets: a token's sums are read while those of the next are written.
   __shared__ __align__(16) float shared[ONE ? 1 : 2][WARPS][PITCH];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, group = lane % G, l = lane / G;
-  const unsigned hv = grid.column_blocks(blockIdx.x);
-  const unsigned block = blockIdx.x - hv * grid.column_blocks.divisor;
+  const unsigned hv = grid.blocks(blockIdx.x);
+  const unsigned block = blockIdx.x - hv * grid.blocks.divisor;
   const unsigned h = grid.ratio(hv);
   const int64_t n = grid.first + blockIdx.y;
   const int column = block * WIDTH + l * E, k0 = (warp * G + group) * NK;
@@ -72,16 +65,7 @@ __global__ void __launch_bounds__(Columns::warps(K) * 32, MIN_BLOCKS)
     }
   }
   if (!grid.early) wait_for_previous_kernel();
-  Sequence s;
-  if constexpr (ONE) {
-    s.b = n;
-    s.start = 0;
-    s.end = 1;
-    s.fresh = a.seqs.has_initial_state && !a.seqs.has_initial_state[n * a.seqs.s_has];
-    s.row = device_row(a.seqs, n);
-  } else {
-    s = device_sequence(a.seqs, n);
-  }
+  const Sequence s = block_sequence<ONE>(a.seqs, n);
   AT* const out = static_cast<AT*>(a.out.ptr) + s.b * a.out.sb + hv * a.out.sh + column;
   if (s.row < 0) {
     if (grid.early) wait_for_previous_kernel();

@@ -10,44 +10,38 @@
 namespace gdn {
 namespace cuda {
 
-template <class ST, class AT, int K, int RPW, int LANES, int WARPS, int MIN_BLOCKS, bool ONE>
-cudaError_t launch_rows(const RecurrentArgs& a, bool early, cudaStream_t stream) {
-  constexpr int rows = RPW * WARPS;
-  RowsGrid grid;
+// `width` rows of V a block of `warps` warps, `resident` of which a multiprocessor holds.
+template <class Kernel>
+cudaError_t launch_heads(Kernel kernel, const RecurrentArgs& a, int width, int warps, int resident,
+                         int shared, bool early, cudaStream_t stream) {
+  HeadGrid grid;
   grid.early = early;
-  grid.ahead = 16 * multiprocessors();  // about the blocks that run at once
-  grid.row_blocks = FastDiv(static_cast<uint32_t>((a.V + rows - 1) / rows));
+  grid.ahead = resident * multiprocessors();  // about the blocks that run at once
+  grid.blocks = FastDiv(static_cast<uint32_t>((a.V + width - 1) / width));
   grid.ratio = FastDiv(static_cast<uint32_t>(a.HV / a.H));
   for (; grid.first < a.seqs.N; grid.first += kMaxGridY) {
     const int64_t count = a.seqs.N - grid.first < kMaxGridY ? a.seqs.N - grid.first : kMaxGridY;
     const cudaError_t error = launch(
-        recurrent_rows<ST, AT, K, RPW, LANES, WARPS, MIN_BLOCKS, ONE>,
-        dim3(static_cast<unsigned>(a.HV) * grid.row_blocks.divisor, static_cast<unsigned>(count)),
-        dim3(WARPS * 32), 0, stream, a, grid);
+        kernel,
+        dim3(static_cast<unsigned>(a.HV) * grid.blocks.divisor, static_cast<unsigned>(count)),
+        dim3(warps * 32), shared, stream, a, grid);
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;
+}
+
+template <class ST, class AT, int K, int RPW, int LANES, int WARPS, int MIN_BLOCKS, bool ONE>
+cudaError_t launch_rows(const RecurrentArgs& a, bool early, cudaStream_t stream) {
+  return launch_heads(recurrent_rows<ST, AT, K, RPW, LANES, WARPS, MIN_BLOCKS, ONE>, a, RPW * WARPS,
+                      WARPS, 16, 0, early, stream);
 }
 
 template <class ST, class AT, int K, bool ONE>
 cudaError_t launch_columns(const RecurrentArgs& a, bool early, cudaStream_t stream) {
   // 128 registers a thread, or 168 where tokens follow one another.
   constexpr int warps = Columns::warps(K), blocks = (ONE ? 16 : 12) / warps;
-  ColumnsGrid grid;
-  grid.early = early;
-  grid.ahead = blocks * multiprocessors();  // about the blocks that run at once
-  grid.column_blocks =
-      FastDiv(static_cast<uint32_t>((a.V + Columns::kWidth - 1) / Columns::kWidth));
-  grid.ratio = FastDiv(static_cast<uint32_t>(a.HV / a.H));
-  for (; grid.first < a.seqs.N; grid.first += kMaxGridY) {
-    const int64_t count = a.seqs.N - grid.first < kMaxGridY ? a.seqs.N - grid.first : kMaxGridY;
-    const cudaError_t error = launch(recurrent_columns<ST, AT, K, blocks, ONE>,
-                                     dim3(static_cast<unsigned>(a.HV) * grid.column_blocks.divisor,
-                                          static_cast<unsigned>(count)),
-                                     dim3(warps * 32), 0, stream, a, grid);
-    if (error != cudaSuccess) return error;
-  }
-  return cudaSuccess;
+  return launch_heads(recurrent_columns<ST, AT, K, blocks, ONE>, a, Columns::kWidth, warps, blocks,
+                      0, early, stream);
 }
 
 // Lanes a row are the same in every variant of a (state dtype, K), so that the choice, which

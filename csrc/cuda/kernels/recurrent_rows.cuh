@@ -6,23 +6,16 @@
 namespace gdn {
 namespace cuda {
 
-struct RowsGrid {
-  int64_t first = 0;  // sequence of blockIdx.y == 0
-  FastDiv row_blocks, ratio;
-  bool early = false;  // state and indices before the wait
-  unsigned ahead = 0;  // blocks that fetch their rows into L2 before the wait
-};
-
 // blockIdx.x = head * row_blocks + row block, blockIdx.y = sequence.
 // ONE: every sequence has one token, so the state stays in its storage type until it is updated.
 template <class ST, class AT, int K, int RPW, int LANES, int WARPS, int MIN_BLOCKS, bool ONE>
 __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS)
-    recurrent_rows(const __grid_constant__ RecurrentArgs a, const __grid_constant__ RowsGrid grid) {
+    recurrent_rows(const __grid_constant__ RecurrentArgs a, const __grid_constant__ HeadGrid grid) {
   using RT = RowTile<ST, K, RPW, LANES>;
   constexpr int E = RT::E, LPR = RT::LPR, VPL = RT::VPL, G = RT::G, NL = RT::NL, C = RT::C;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, group = lane / LPR, l = lane % LPR;
-  const unsigned hv = grid.row_blocks(blockIdx.x);
-  const unsigned block = blockIdx.x - hv * grid.row_blocks.divisor;
+  const unsigned hv = grid.blocks(blockIdx.x);
+  const unsigned block = blockIdx.x - hv * grid.blocks.divisor;
   const unsigned h = grid.ratio(hv);
   const int64_t n = grid.first + blockIdx.y;
   const int row0 = (block * WARPS + warp) * RPW;
@@ -40,16 +33,7 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS)
     }
   }
   if (!grid.early) wait_for_previous_kernel();
-  Sequence s;
-  if constexpr (ONE) {
-    s.b = n;
-    s.start = 0;
-    s.end = 1;
-    s.fresh = a.seqs.has_initial_state && !a.seqs.has_initial_state[n * a.seqs.s_has];
-    s.row = device_row(a.seqs, n);
-  } else {
-    s = device_sequence(a.seqs, n);
-  }
+  const Sequence s = block_sequence<ONE>(a.seqs, n);
   AT* const out = static_cast<AT*>(a.out.ptr) + s.b * a.out.sb + hv * a.out.sh + my_row * a.out.sd;
   if (s.row < 0) {
     if (grid.early) wait_for_previous_kernel();
