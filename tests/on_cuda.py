@@ -9,32 +9,29 @@ import pytest
 import torch
 from on_device import OnDevice, skip
 
-# Words in the names of tests that ask what this device does not do, and why.
+# Why a test asks what this device does not do: words in the names of such tests.
 NOT_HERE = {
-    "raises_before_writing": "no kernel can raise: values are checked where the host can read them",
-    "b7_invalid_metadata": "the same",
-    "paged_ops_raise_before": "the same",
-    "errors_count_blocks": "the same",
-    "rows_at_the_ends_of_their_type": "the same",
-    "fast": "precision modes are the CPU's",
-    "threads": "threads of the CPU",
-    "opcheck": "asks torch, not the kernels",
-    "fake": "the same",
-    "symbolic": "the same",
-    "compile": "the same",
-    "scratch_does_not_grow": "memory of the process",
-    "silu_at_its_ends": "minus infinity times zero is NaN here",
-    "test_linear.py": "torch's own product",
+    "no kernel can raise: values are checked where the host can read them": (
+        "raises_before_writing", "b7_invalid_metadata", "paged_ops_raise_before",
+        "errors_count_blocks", "rows_at_the_ends_of_their_type",
+    ),
+    "precision modes are the CPU's": ("fast",),
+    "threads of the CPU": ("threads",),
+    "asks torch, not the kernels": ("opcheck", "fake", "symbolic", "compile"),
+    "memory of the process": ("scratch_does_not_grow",),
+    "minus infinity times zero is NaN here": ("silu_at_its_ends",),
+    "torch's own product": ("test_linear.py",),
     # docs/cuda.md: what a 16-bit call rounds on the way.
-    **{
-        f"test_decode.py::test_against_oracle[act{i}": "q, k, v and o are rounded between launches"
-        for i in range(3, 9)
-    },
-    "test_chunk.py::test_head_dims[64-64]": "factors of 16 bits: tests/test_cuda_chunk.py",
-    "test_chunk.py::test_head_dims[128-128]": "the same",
-    "test_chunk.py::test_gradients_of_any_shape[False-2-None-1-3-128-64-64-dtype": "the same",
-    "test_chunk.py::test_gradients_of_any_shape[True-2-None-1-3-128-64-64-dtype": "the same",
-}
+    "q, k, v and o are rounded between launches": tuple(
+        f"test_decode.py::test_against_oracle[act{i}" for i in range(3, 9)
+    ),
+    "factors of 16 bits, see tests/test_cuda_chunk.py": (
+        "test_chunk.py::test_head_dims[64-64]",
+        "test_chunk.py::test_head_dims[128-128]",
+        "test_chunk.py::test_gradients_of_any_shape[False-2-None-1-3-128-64-64-dtype",
+        "test_chunk.py::test_gradients_of_any_shape[True-2-None-1-3-128-64-64-dtype",
+    ),
+}  # fmt: skip
 
 
 def pytest_collection_modifyitems(items):
