@@ -38,10 +38,8 @@ _ANY_DEVICE = (
     (f"{_LAYERS}.fla.ops", ours, _FLA),
     (f"{_LAYERS}.mamba.ops.causal_conv1d", ours, _CONV),
 )
-_CPU = (
-    ("vllm._custom_ops", ours_cpu, tuple(ours_cpu.__all__)),
-    (f"{_LAYERS}.mamba.ops.causal_conv1d", ours, _CONV),
-)
+# Since 0.33 the CPU engine calls the functions of other devices for float16 activations.
+_CPU = (("vllm._custom_ops", ours_cpu, tuple(ours_cpu.__all__)), *_ANY_DEVICE)
 _KUNLUN = (
     ("vllm_kunlun.ops.fla", ours_kunlun, _FLA),
     ("vllm_kunlun.ops.mamba.causal_conv1d", ours_kunlun, _CONV),

@@ -1,6 +1,6 @@
 """vLLM's Gated DeltaNet functions on the ops of this package.
 
-Names, order and keywords are those of vLLM 0.32 (``vllm.third_party.flash_linear_attention.ops``,
+Names, order and keywords are those of vLLM 0.33 (``vllm.third_party.flash_linear_attention.ops``,
 ``mamba.ops.causal_conv1d``); keywords that only older versions have are keyword-only here. A
 keyword is honoured or refused by name. What differs from vLLM's own kernels, always to the safe
 side:
@@ -369,13 +369,14 @@ def causal_conv1d_fn(
     activation: bool | str | None = "silu",
     pad_slot_id: int | None = PAD_SLOT_ID,
     null_block_id: int | None = NULL_BLOCK_ID,
+    metadata=None,
+    validate_data: bool = False,
+    *,
     block_idx_first_scheduled_token: Tensor | None = None,
     block_idx_last_scheduled_token: Tensor | None = None,
     initial_state_idx: Tensor | None = None,
     num_computed_tokens: Tensor | None = None,
     block_size_to_align: int = 0,
-    metadata=None,
-    validate_data: bool = False,
 ) -> Tensor:
     """:func:`gdn_ops.short_conv` over packed sequences, channels first: prefill.
 
@@ -449,11 +450,11 @@ def causal_conv1d_update(
     query_start_loc: Tensor | None = None,
     max_query_len: int = -1,
     null_block_id: int | None = NULL_BLOCK_ID,
-    block_idx_last_scheduled_token: Tensor | None = None,
-    initial_state_idx: Tensor | None = None,
     validate_data: bool = False,
     out: Tensor | None = None,
     *,
+    block_idx_last_scheduled_token: Tensor | None = None,
+    initial_state_idx: Tensor | None = None,
     pad_slot_id: int | None = PAD_SLOT_ID,
     cache_seqlens: Tensor | None = None,
 ) -> Tensor:
