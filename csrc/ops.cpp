@@ -85,7 +85,8 @@ TORCH_LIBRARY(gdn, m) {
       ", int first_row=1, bool kv_rows=False) -> Tensor");
   m.def(
       "paged_decode_packed(Tensor mixed_qkv, Tensor a, Tensor b, Tensor A_log, Tensor dt_bias, "
-      "Tensor(a!) state, Tensor state_indices, Tensor(b!) out, " GDN_SCALE ") -> ()");
+      "Tensor(a!) state, Tensor state_indices, Tensor(b!) out, " GDN_SCALE
+      ", int first_row=1) -> ()");
   m.def(
       "paged_short_conv(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) conv_state, "
       "Tensor state_indices, Tensor? has_initial_state=None, " GDN_PACKED

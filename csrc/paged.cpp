@@ -228,7 +228,7 @@ template <class Form>
 void paged_decode_packed(const Tensor& mixed_qkv, const Tensor& a, const Tensor& b,
                          const Tensor& A_log, const Tensor& dt_bias, Tensor& state,
                          const Tensor& state_indices, Tensor& out, std::optional<double> scale,
-                         bool qk_l2norm) {
+                         bool qk_l2norm, int64_t first_row) {
   static auto recurrent = typed_op<GatedSignature>("gdn::recurrent_gated");
   constexpr auto name = "paged_decode_packed";
   TORCH_CHECK(
@@ -261,7 +261,7 @@ void paged_decode_packed(const Tensor& mixed_qkv, const Tensor& a, const Tensor&
     return Form::insert(Form::split(Form::slice(mixed_qkv, 1, start, start + n * size), 1, n, size),
                         1);
   };
-  Paged<Form> p(name, state, state_indices, B, 1);
+  Paged<Form> p(name, state, state_indices, B, first_row);
   const Tensor o =
       Form::call(recurrent, heads(0, H, K), heads(H * K, H, K), heads(H * K * 2, HV, V),
                  Form::insert(a, 1), Form::insert(b, 1), A_log, dt_bias, p.pool, p.rows,

@@ -30,8 +30,11 @@ NAMES = {
     "fused_sigmoid_gating_delta_rule_update_cpu",
     "fused_sigmoid_gating_delta_rule_update_spec_cpu",
 }
-# Other models' functions of the same names, and vLLM's own fallbacks behind them.
-PASSED_OVER = ("/models/", "/olmo", "/kimi", "mamba/ops/cpu/")
+# Other models' and devices' functions of the same names, and what engines call behind them.
+PASSED_OVER = (
+    "/models/", "/olmo", "/kimi", "mamba/ops/cpu/", "/hardware_backend/",
+    "/kernels/ops/mamba/__init__", "/kernels/ops/mamba/causal_conv1d.py",
+)  # fmt: skip
 
 
 def signature(function: ast.FunctionDef) -> list[str]:

@@ -33,24 +33,24 @@ def activation_name(op: str, activation: bool | str | None) -> str:
     return causal_conv1d.activation_name(op, activation)
 
 
-def check_out(op: str, out: Tensor, like: Tensor) -> None:
+def check_out(op: str, out: Tensor, like: Tensor, name: str = "out") -> None:
     """What the result will be copied into, before anything is written."""
     if out.shape != like.shape or out.device != like.device:
         raise ValueError(
-            f"{op}: out: expected shape {tuple(like.shape)} on {like.device}, got "
+            f"{op}: {name}: expected shape {tuple(like.shape)} on {like.device}, got "
             f"{tuple(out.shape)} on {out.device}"
         )
     if not out.is_floating_point():
-        raise ValueError(f"{op}: out: expected a floating dtype, got {out.dtype}")
+        raise ValueError(f"{op}: {name}: expected a floating dtype, got {out.dtype}")
     if not out.is_contiguous() and any(
         n > 1 and s == 0 for n, s in zip(out.shape, out.stride(), strict=True)
     ):
         raise ValueError(
-            f"{op}: out: is written, so no two elements may share memory, got strides "
+            f"{op}: {name}: is written, so no two elements may share memory, got strides "
             f"{out.stride()}"
         )
     if out.requires_grad and torch.is_grad_enabled():
-        raise RuntimeError(f"{op}: out: is written, so it may not require grad")
+        raise RuntimeError(f"{op}: {name}: is written, so it may not require grad")
 
 
 def refuse(op: str, name: str, value, advice: str):

@@ -1,7 +1,8 @@
-"""Puts the functions of this package in vLLM's place, and takes them out again.
+"""Puts the functions of this package in an engine's place, and takes them out again.
 
-vLLM loads :func:`register` through its ``vllm.general_plugins`` entry points, in every process and
-before any model. It does nothing unless ``GDN_OPS_VLLM=1``.
+vLLM loads :func:`register` through its ``vllm.general_plugins`` entry points, sglang
+:func:`register_sglang` through its ``sglang.srt.plugins``, each in every process and before any
+model. They do nothing unless ``GDN_OPS_VLLM=1``, or ``GDN_OPS_SGLANG=1``.
 """
 
 from __future__ import annotations
@@ -14,13 +15,22 @@ import sys
 from collections.abc import Callable
 from types import ModuleType
 
+from gdn_ops.compat import sglang as ours_sglang
 from gdn_ops.compat import vllm as ours
 from gdn_ops.compat import vllm_cpu as ours_cpu
 from gdn_ops.compat import vllm_kunlun as ours_kunlun
 
-__all__ = ["ENVIRONMENT", "install", "installed", "register", "uninstall"]
+__all__ = [
+    "ENVIRONMENT",
+    "install",
+    "install_sglang",
+    "installed",
+    "register",
+    "register_sglang",
+    "uninstall",
+]
 
-ENVIRONMENT = "GDN_OPS_VLLM"
+ENVIRONMENT = {"vllm": "GDN_OPS_VLLM", "sglang": "GDN_OPS_SGLANG"}
 
 _FLA = (
     "chunk_gated_delta_rule",
@@ -30,37 +40,75 @@ _FLA = (
     "fused_sigmoid_gating_delta_rule_update",
 )
 _CONV = ("causal_conv1d_fn", "causal_conv1d_update")
+
+
+def _from(source: ModuleType, *names: str, suffix: str = "") -> dict[str, Callable]:
+    """What an engine's module has at each path, and whose function of the last name replaces it."""
+    return {name: getattr(source, name.split(".")[-1] + suffix) for name in names}
+
+
 _LAYERS = "vllm.model_executor.layers"
-# Where vLLM defines (or exports) each function, and whose function replaces it. Modules and names
-# that a version lacks are passed over.
-_ANY_DEVICE = (
-    ("vllm.third_party.flash_linear_attention.ops", ours, _FLA),
-    (f"{_LAYERS}.fla.ops", ours, _FLA),
-    (f"{_LAYERS}.mamba.ops.causal_conv1d", ours, _CONV),
-)
+# Where an engine defines (or exports) each function, and what replaces it. Modules and names that a
+# version lacks are passed over.
+_ANY_DEVICE = {
+    "vllm.third_party.flash_linear_attention.ops": _from(ours, *_FLA),
+    f"{_LAYERS}.fla.ops": _from(ours, *_FLA),
+    f"{_LAYERS}.mamba.ops.causal_conv1d": _from(ours, *_CONV),
+}
 # Since 0.33 the CPU engine calls the functions of other devices for float16 activations.
-_CPU = (("vllm._custom_ops", ours_cpu, tuple(ours_cpu.__all__)), *_ANY_DEVICE)
-_KUNLUN = (
-    ("vllm_kunlun.ops.fla", ours_kunlun, _FLA),
-    ("vllm_kunlun.ops.mamba.causal_conv1d", ours_kunlun, _CONV),
-    ("vllm_kunlun.ops._kunlun_ops", ours_kunlun, ("KunlunOps.fused_gdn_gating",)),
-)
+_CPU = {"vllm._custom_ops": _from(ours_cpu, *ours_cpu.__all__), **_ANY_DEVICE}
+_KUNLUN = {
+    "vllm_kunlun.ops.fla": _from(ours_kunlun, *(n for n in _FLA if n in ours_kunlun.__all__)),
+    "vllm_kunlun.ops.mamba.causal_conv1d": _from(ours_kunlun, *_CONV),
+    "vllm_kunlun.ops._kunlun_ops": _from(ours_kunlun, "KunlunOps.fused_gdn_gating"),
+}
+_OPS = "sglang.kernels.ops"
+_SGLANG = {
+    f"{_OPS}.attention.fla.chunk": _from(ours_sglang, "chunk_gated_delta_rule"),
+    f"{_OPS}.attention.fla.fused_recurrent": _from(
+        ours_sglang, "fused_recurrent_gated_delta_rule_packed_decode"
+    ),
+    f"{_OPS}.attention.linear.fused_gdn_gating": _from(ours_sglang, "fused_gdn_gating"),
+    f"{_OPS}.attention.linear.fused_sigmoid_gating_recurrent": _from(
+        ours_sglang, "fused_sigmoid_gating_delta_rule_update"
+    ),
+    f"{_OPS}.mamba.causal_conv1d_triton": _from(ours_sglang, *_CONV),
+    "sglang.srt.layers.attention.mamba.causal_conv1d": _from(ours_sglang, *_CONV, suffix="_cuda"),
+}
 
 # What was replaced: (module or class, attribute, original).
 _replaced: list[tuple[object, str, object]] = []
 
 
 def register() -> None:
-    """The entry point: :func:`install` if ``GDN_OPS_VLLM=1``, nothing if it is unset, empty or 0.
+    """vLLM's entry point: :func:`install` if ``GDN_OPS_VLLM=1``, nothing if unset, empty or 0.
 
     Raises:
         ValueError: another value.
     """
-    asked = os.environ.get(ENVIRONMENT, "")
-    if asked not in ("", "0", "1"):
-        raise ValueError(f"{ENVIRONMENT}: expected 0 or 1, got {asked!r}")
-    if asked == "1":
+    if _asked("vllm"):
         install()
+
+
+def register_sglang() -> None:
+    """sglang's entry point: :func:`install_sglang` if ``GDN_OPS_SGLANG=1``.
+
+    Raises:
+        SystemExit: another value, or the functions do not fit. sglang logs what a plug-in raises
+            and serves without it, which whoever set the variable would not see.
+    """
+    try:
+        if _asked("sglang"):
+            install_sglang()
+    except Exception as error:
+        raise SystemExit(f"{ENVIRONMENT['sglang']}: {error}") from error
+
+
+def _asked(engine: str) -> bool:
+    asked = os.environ.get(ENVIRONMENT[engine], "")
+    if asked not in ("", "0", "1"):
+        raise ValueError(f"{ENVIRONMENT[engine]}: expected 0 or 1, got {asked!r}")
+    return asked == "1"
 
 
 def installed() -> list[str]:
@@ -84,10 +132,35 @@ def install() -> list[str]:
     """
     if _replaced:
         return installed()
+    plan = _plan("vLLM", _targets())
+    if not _on_kunlun():
+        _check_layout()
+    return _carry_out(plan)
+
+
+def install_sglang() -> list[str]:
+    """Replaces sglang's Gated DeltaNet functions, those with Triton's call forms (0.5.23).
+
+    As :func:`install`.
+
+    Raises:
+        ImportError: no sglang. RuntimeError: sglang runs on a CPU or an NPU, where it calls
+            functions of other packages; or passes a keyword that ours does not know; nothing has
+            been replaced then.
+    """
+    if _replaced:
+        return installed()
+    utils = importlib.import_module("sglang.srt.utils")
+    if utils.is_cpu() or utils.is_npu():
+        raise RuntimeError("gdn_ops: sglang's engines for CPUs and NPUs call none of ours")
+    return _carry_out(_plan("sglang", _SGLANG))
+
+
+def _plan(engine: str, targets: dict[str, dict[str, Callable]]) -> list[tuple]:
     plan: list[tuple[object, str, object, Callable]] = []
-    for module_name, source, names in _targets():
+    for module_name, functions in targets.items():
         module = _import(module_name)
-        for path in names if module is not None else ():
+        for path, replacement in functions.items() if module is not None else ():
             *outer, attribute = path.split(".")
             owner: object = module
             for part in outer:
@@ -95,13 +168,14 @@ def install() -> list[str]:
             original = getattr(owner, attribute, None)
             if original is None:
                 continue
-            replacement = getattr(source, attribute)
-            _check_keywords(f"{module_name}.{path}", original, replacement)
+            _check_keywords(engine, f"{module_name}.{path}", original, replacement)
             plan.append((owner, attribute, original, replacement))
     if not plan:
-        raise RuntimeError("gdn_ops: this vLLM has none of the functions that ours replace")
-    if not _on_kunlun():
-        _check_layout()
+        raise RuntimeError(f"gdn_ops: this {engine} has none of the functions that ours replace")
+    return plan
+
+
+def _carry_out(plan: list[tuple]) -> list[str]:
     for owner, attribute, original, replacement in plan:
         if isinstance(owner, ModuleType):
             for module in _engine_modules():
@@ -113,7 +187,7 @@ def install() -> list[str]:
 
 
 def uninstall() -> None:
-    """Puts vLLM's functions back, and packs the weights of loaded models as it expects them."""
+    """Puts the engine's functions back, and packs the weights of loaded models as it had them."""
     pack = None
     for owner, attribute, original in reversed(_replaced):
         setattr(owner, attribute, original)
@@ -160,17 +234,18 @@ def _engine_modules() -> list[ModuleType]:
     return [
         module
         for name, module in list(sys.modules.items())
-        if name.split(".")[0] in ("vllm", "vllm_kunlun") and isinstance(module, ModuleType)
+        if name.split(".")[0] in ("vllm", "vllm_kunlun", "sglang")
+        and isinstance(module, ModuleType)
     ]
 
 
-def _check_keywords(where: str, original: Callable, replacement: Callable) -> None:
+def _check_keywords(engine: str, where: str, original: Callable, replacement: Callable) -> None:
     known = inspect.signature(replacement).parameters
     asked = inspect.signature(original).parameters.values()
     unknown = [p.name for p in asked if p.kind is not p.VAR_KEYWORD and p.name not in known]
     if unknown:
         raise RuntimeError(
-            f"gdn_ops: {where} of this vLLM has keywords that ours does not know: "
+            f"gdn_ops: {where} of this {engine} has keywords that ours does not know: "
             f"{', '.join(unknown)}"
         )
 

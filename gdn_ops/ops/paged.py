@@ -34,7 +34,8 @@ def _(q, k, v, a, b, A_log, dt_bias, state, state_indices, cu_seqlens=None, num_
 
 
 @library.register_fake("gdn::paged_decode_packed")
-def _(mixed_qkv, a, b, A_log, dt_bias, state, state_indices, out, scale=None, qk_l2norm=False):
+def _(mixed_qkv, a, b, A_log, dt_bias, state, state_indices, out, scale=None, qk_l2norm=False,
+      first_row=1):  # fmt: skip
     check_same_device("paged_decode_packed", mixed_qkv, a=a, b=b, A_log=A_log, dt_bias=dt_bias,
                       state=state, state_indices=state_indices, out=out)  # fmt: skip
 
