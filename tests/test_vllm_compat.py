@@ -929,6 +929,7 @@ def paged_calls(dtype):
     yield "paged_decode_packed", packed, {"qk_l2norm": True}
     strided = torch.zeros(3, 2, HV, V, dtype=dtype)[:, :1]
     yield "paged_decode_packed", (*packed[:-1], strided), {}
+    yield "paged_decode_packed", (*packed[:-2], rows_[:3], strided), {"first_row": 0}
     conv = (m["weight"], m["bias"], conv_pool(W - 1), rows_)
     yield "paged_short_conv", (m["x"], *conv), {}
     yield "paged_short_conv", (m["x"].t(), *conv), {
