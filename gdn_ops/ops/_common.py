@@ -25,8 +25,8 @@ def _keep_offsets() -> None:
 
     A pool that is written through a view, ``pool[layer]``, is described by the view's sizes,
     strides and offset. With sizes that vary the offset is a node of the graph, for which inductor
-    (seen in torch 2.13 to 2.15) has no lowering, unlike for sizes and strides: it takes the offset for 0,
-    and every layer silently writes the first one's states (pytorch/pytorch issue 198068).
+    (seen in torch 2.13 to 2.15) has no lowering, unlike for sizes and strides: it takes the offset
+    for 0, and every layer silently writes the first one's states (pytorch/pytorch issue 198068).
     """
     from torch._inductor import lowering
     from torch._inductor.virtualized import V
