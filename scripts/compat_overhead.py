@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import torch
 
-from gdn_ops.compat import vllm, vllm_cpu, vllm_kunlun
+from gdn_ops.compat import sglang, vllm, vllm_cpu, vllm_kunlun
 
 H, HV, K, V, W, BLOCKS = 2, 6, 8, 8, 4, 8
 C = 2 * H * K + HV * V
@@ -176,6 +176,42 @@ def pairs(N: int) -> Pairs:
         "kunlun: fused_gdn_gating": (
             lambda: vllm_kunlun.fused_gdn_gating(A_log, a, dt_bias),
             lambda: gating(a, a, A_log, dt_bias),
+        ),
+        "sglang: fused_sigmoid_gating_delta_rule_update": (
+            lambda: sglang.fused_sigmoid_gating_delta_rule_update(
+                **gates, q=q, k=q, v=v, softplus_beta=1.0, softplus_threshold=20.0,
+                initial_state_source=pool, initial_state_indices=rows, cu_seqlens=cu, **l2,
+            ),
+            gated(rows, None, pool),
+        ),
+        "sglang: ..._packed_decode": (
+            lambda: sglang.fused_recurrent_gated_delta_rule_packed_decode(
+                mixed_qkv=x, **gates, scale=0.5, initial_state=pool, out=out,
+                ssm_state_indices=rows, **l2,
+            ),
+            lambda: recurrent_gated(
+                *heads, row_gates, row_gates, A_log, dt_bias, pool, rows, None, None, None, 0.5,
+                True,
+            ),
+        ),
+        "sglang: chunk_gated_delta_rule": (
+            lambda: sglang.chunk_gated_delta_rule(
+                q, q, v, g, g, initial_state=pool, initial_state_indices=rows, cu_seqlens=cu, **l2
+            ),
+            lambda: chunk_prefill(q, q, v, g, g, pool, rows, None, None, cu, None, None, True, 64),
+        ),
+        "sglang: causal_conv1d_update": (
+            lambda: sglang.causal_conv1d_update(
+                x, conv_pool, weight, None, "silu", conv_state_indices=rows
+            ),
+            update,
+        ),
+        "sglang: causal_conv1d_fn": (
+            lambda: sglang.causal_conv1d_fn(
+                turned, weight, None, conv_states=conv_pool, query_start_loc=cu,
+                cache_indices=rows, has_initial_state=has,
+            ),
+            prefill,
         ),
     }  # fmt: skip
 

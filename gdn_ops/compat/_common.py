@@ -19,7 +19,8 @@ PAD_SLOT_ID = -1
 
 def without(indices: Tensor, N: int, *numbers: int | None) -> Tensor:
     """The first N indices, negative where they are one of the numbers (None: no number)."""
-    indices = indices[:N]
+    if indices.shape[0] > N:
+        indices = indices[:N]
     for number in numbers:
         if number is not None and number >= 0:
             indices = torch.where(indices == number, PAD_SLOT_ID, indices)

@@ -28,7 +28,11 @@ from gdn_ops.compat.vllm import fused_gdn_gating
 from gdn_ops.ops._common import check_same_device
 from gdn_ops.ops.chunk import _chunk_prefill
 from gdn_ops.ops.conv import _short_conv
-from gdn_ops.ops.paged import _paged_decode_packed, _paged_recurrent_gated
+from gdn_ops.ops.paged import (
+    _paged_decode_packed,
+    _paged_recurrent_gated,
+    _paged_short_conv,
+)
 from gdn_ops.ops.recurrent import _recurrent_gated
 
 __all__ = [
@@ -159,7 +163,7 @@ def fused_sigmoid_gating_delta_rule_update(
     rows = torch.where(live[:, None], first[:, None] + columns, PAD_SLOT_ID)
     # The row that receives the state after the first token holds the initial one until then.
     starts = _Rows(states, first, live)
-    starts.write(initial_state_source[indices.clamp(min=0).long()])
+    starts.write(initial_state_source.index_select(0, indices.clamp(min=0)))
     try:
         return _recurrent_gated(
             q, k, v, a.view(v.shape[:3]), b.view(v.shape[:3]), A_log, dt_bias, states, rows, None,
@@ -220,8 +224,8 @@ class ChunkStates:
     states.
     """
 
-    def __init__(self, k, v, g, beta, initial, live, cu_seqlens, qk_l2norm):
-        self._call = k, v, g, beta, initial, live, cu_seqlens, qk_l2norm
+    def __init__(self, k, v, g, beta, initial, slots, cu_seqlens, qk_l2norm):
+        self._call = k, v, g, beta, initial, slots, cu_seqlens, qk_l2norm
 
     def squeeze(self, dim: int) -> ChunkStates:
         """Itself: there is one batch, and the other dimensions are not."""
@@ -231,7 +235,7 @@ class ChunkStates:
 
     def __getitem__(self, chunks: Tensor) -> Tensor:
         """``[M, HV, V, K]`` in the dtype of the pool, for chunks ``[M]`` counted over the batch."""
-        k, v, g, beta, initial, live, cu_seqlens, qk_l2norm = self._call
+        k, v, g, beta, initial, slots, cu_seqlens, qk_l2norm = self._call
         if not isinstance(chunks, Tensor) or chunks.dim() != 1 or chunks.is_floating_point():
             raise TypeError(f"ChunkStates: expected a tensor of chunk numbers, got {chunks!r}")
         N, M, T = initial.shape[0], chunks.shape[0], k.shape[1]
@@ -251,7 +255,7 @@ class ChunkStates:
         column = torch.where(before > 0, before - 1, last)
         edges[n, column] = N + position[:M]
         pool = torch.cat([initial, initial[n]])
-        read = torch.where(live, position[:N], PAD_SLOT_ID)
+        read = torch.where(slots < 0, PAD_SLOT_ID, position[:N])
         nowhere = torch.full_like(read, PAD_SLOT_ID)
         _chunk_prefill(
             k, k, v, g, beta, pool, read, nowhere, None, cu_seqlens, edges, None, qk_l2norm,
@@ -300,13 +304,12 @@ def chunk_gated_delta_rule(
     if rows is None:
         rows = torch.arange(N, device=q.device)
     keep = None if inplace_update else torch.full_like(rows, PAD_SLOT_ID)
-    live = rows >= 0
-    initial = initial_state[rows.clamp(min=0).long()]
+    initial = initial_state.index_select(0, rows.clamp(min=0))
     o = _chunk_prefill(
         q, k, v, g, beta, initial_state, rows, keep, None, cu_seqlens, None, scale,
         use_qk_l2norm_in_kernel, CHUNK_SIZE,
     )  # fmt: skip
-    return o, None, ChunkStates(k, v, g, beta, initial, live, cu_seqlens, use_qk_l2norm_in_kernel)
+    return o, None, ChunkStates(k, v, g, beta, initial, rows, cu_seqlens, use_qk_l2norm_in_kernel)
 
 
 def causal_conv1d_fn(
@@ -327,12 +330,20 @@ def causal_conv1d_fn(
 
     seq_lens_cpu and block_table repeat, for a launch, what query_start_loc says; they are not read.
     """
+    op = "causal_conv1d_fn"
     for name, value in (("conv_states", conv_states), ("query_start_loc", query_start_loc)):
         if value is None:
-            raise ValueError(f"causal_conv1d_fn: {name}: expected a tensor, got None")
-    return vllm.causal_conv1d_fn(
-        x, weight, bias, conv_states, query_start_loc, cache_indices, has_initial_state,
-        activation, pad_slot_id, None,
+            raise ValueError(f"{op}: {name}: expected a tensor, got None")
+    if cache_indices is None:
+        return vllm.causal_conv1d_fn(
+            x, weight, bias, conv_states, query_start_loc, None, has_initial_state, activation
+        )
+    if has_initial_state is None:
+        has_initial_state = torch.zeros_like(query_start_loc[1:], dtype=torch.bool)
+    return _paged_short_conv(
+        x, weight, bias, conv_states,
+        without(cache_indices, query_start_loc.shape[0] - 1, pad_slot_id), has_initial_state,
+        query_start_loc, None, activation_name(op, activation), True, False, 0,
     )  # fmt: skip
 
 
@@ -413,7 +424,7 @@ def causal_conv1d_update(
     rows = conv_state_indices
     if rows is not None:
         rows = without(rows, x.shape[0], pad_slot_id)
-    wide = x.mT if x.dim() == 3 else x[:, None]  # [B, T, C]
+    wide = x.mT if x.dim() == 3 else x.unsqueeze(1)  # [B, T, C]
     keep = None
     if intermediate_conv_window is not None:
         if num_accept_tokens is not None:
@@ -428,12 +439,19 @@ def causal_conv1d_update(
             at = intermediate_state_indices[: x.shape[0]].long()
         live = torch.ones_like(at, dtype=torch.bool) if rows is None else rows >= 0
         keep = _Rows(intermediate_conv_window[:, : wide.shape[1]], at, live)
-    y = _short_conv(
-        wide, weight, bias, conv_state, rows, None, None, num_accept_tokens, activation, True
-    )
+    if rows is None:
+        y = _short_conv(
+            wide, weight, bias, conv_state, None, None, None, num_accept_tokens, activation, True
+        )
+        y = y.mT if x.dim() == 3 else y[:, 0]
+    else:
+        y = _paged_short_conv(
+            x, weight, bias, conv_state, rows, None, None, num_accept_tokens, activation, True,
+            False, 0,
+        )  # fmt: skip
     if keep is not None:
         keep.write(windows)
-    return y.mT if x.dim() == 3 else y[:, 0]
+    return y
 
 
 def _windows(
