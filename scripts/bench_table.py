@@ -17,7 +17,9 @@ def tables(rows: list[dict]) -> str:
     for row in rows:
         key = tuple(row.get(c) or "" for c in ("op", "heads", "dtype", "state", "mode"))
         name = row["candidate"] + (f", {row['layout']} pool" if row.get("layout") else "")
-        size = row["batch"] if row.get("batch") is not None else row["tokens"]
+        size = row["batch"] if row.get("batch") is not None else row.get("tokens")
+        if size is None:  # a family that could not run at all
+            continue
         cases[key][name][size] = row
     text = []
     for (op, heads, dtype, state, mode), lines in cases.items():

@@ -79,6 +79,8 @@ def refused(capsys, *args: str) -> str:
         ("demo --seed 1.5", "whole number"),
         ("verify gating --seed 99999999999999999999999", "at most"),
         ("verify gating --state f64", "expected some of f32"),
+        ("verify gating --precision exact,quick", "expected some of exact, fast, auto"),
+        ("verify --lowrank --text LATIN1", "can't decode"),
         ("verify --drift 0", "at least 1"),
         ("verify gating --drift 5", "OP has no use in --drift"),
         ("verify --drift 5 --precision fast", "--precision has no use in --drift"),
@@ -86,7 +88,10 @@ def refused(capsys, *args: str) -> str:
         ("verify --text README.md", "--text has no use in a comparison of ops"),
         ("bench recurrent --batch 0", "expected at least 1"),
         ("bench recurrent --batch 1,-4", "expected at least 1"),
+        ("bench recurrent --batch one", "whole numbers, got 'one'"),
         ("bench recurrent --heads 2/0", "multiple of key heads"),
+        ("bench recurrent --heads 16", "key/value heads, like 16/48"),
+        ("bench recurrent --heads 16/", "whole numbers, got ''"),
         ("bench recurrent --state f64", "expected some of f32"),
         ("bench --device xpu-twin --rate 0", "above 0"),
         ("bench --device xpu-twin --bandwidth nan", "above 0"),
@@ -101,19 +106,102 @@ def refused(capsys, *args: str) -> str:
         ("explore --bandwidth inf", "above 0"),
     ],
 )
-def test_unfit_arguments_are_refused_before_anything_runs(capsys, monkeypatch, args, says):
+def test_unfit_arguments_are_refused_before_anything_runs(
+    capsys, monkeypatch, tmp_path, args, says
+):
     if "--plot" in args:
         pytest.importorskip("matplotlib")
+    latin1 = tmp_path / "latin1.txt"
+    latin1.write_bytes(b"\xe9t\xe9")
+    args = args.replace("LATIN1", str(latin1))
     monkeypatch.setattr(bench, "machine", lambda: pytest.fail("it ran"))
     assert says in refused(capsys, *args.split())
 
 
 def test_a_result_that_cannot_be_written_says_so(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(
-        "pathlib.Path.write_text", lambda *_: (_ for _ in ()).throw(OSError("full"))
-    )
-    assert main(["bench", "--list", "--json", str(tmp_path / "x.json")]) == 2
+    """And leaves what was there before, and nothing beside it."""
+    path = tmp_path / "x.json"
+    path.write_text("before")
+
+    def some_of_it(self, data):
+        with self.open("wb") as file:
+            file.write(data[:10])
+        raise OSError("full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("pathlib.Path.write_bytes", some_of_it)
+        assert main(["bench", "--list", "--json", str(path)]) == 2
     assert "--json: full" in capsys.readouterr().err
+    assert [p.read_text() for p in tmp_path.iterdir()] == ["before"]
+    link = tmp_path / "link.json"
+    link.symlink_to(path)
+    assert main(["bench", "--list", "--json", str(link)]) == 0
+    assert link.is_symlink() and json.loads(path.read_text())["command"] == "bench"
+
+
+def shell(redirect: str, *args: str, **environment: str) -> tuple[int, str, str]:
+    """Status, stdout and stderr of a command of the shell: ``"$@" REDIRECT`` of this one."""
+    done = subprocess.run(
+        ["bash", "-c", f'set -o pipefail; "$@" {redirect}', "bash", sys.executable, "-m",
+         "gdn_ops", *args],
+        capture_output=True, text=True, timeout=120, check=False, env={**os.environ, **environment},
+    )  # fmt: skip
+    return done.returncode, done.stdout, done.stderr
+
+
+full_disk = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+
+
+def test_nobody_reads_on():
+    assert shell("| true", "doctor") == (141, "", "")
+    assert shell("2> /dev/null | true", "doctor", "--json")[0] == 141
+
+
+@full_disk
+def test_a_full_disk_is_said_in_a_line():
+    says = "gdn-ops doctor: cannot write its output: No space left on device\n"
+    assert shell("> /dev/full", "doctor") == (2, "", says)
+    code, _, error = shell("> /dev/full", "doctor", "--json")
+    assert code == 2 and error.endswith(says)  # after the tables
+    code, _, error = shell("> /dev/null", "doctor", "--json", "/dev/full")
+    assert code == 2 and error.startswith("gdn-ops doctor: --json: ")
+
+
+def test_a_closed_stream(tmp_path):
+    path = tmp_path / "x.json"
+    assert shell(">&-", "bench", "--list", "--json", str(path)) == (0, "", "")
+    data = json.loads(path.read_text())
+    # The text has nowhere to go; the JSON stays alone.
+    assert json.loads(shell("2>&-", "bench", "--list", "--json")[1]) == data
+    assert shell("2>&-", "verify", "no_such_op") == (2, "", "")
+
+
+@full_disk
+def test_a_picture_that_cannot_be_written_leaves_the_figures(capsys, monkeypatch, tmp_path):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(_timing, "WALK_BYTES", 2**22)
+    picture = tmp_path / "x.png"
+    picture.symlink_to("/dev/full")
+    code, data = run_json(
+        capsys, "bench", "recurrent", "--quick", "--heads", "2/6", "--batch", "1,2", "--state",
+        "bf16", "--no-peers", "--plot", str(picture),
+    )  # fmt: skip
+    assert code == data["status"] == 2 and data["rows"]
+
+
+def test_too_little_memory_is_said_in_a_line(capsys, monkeypatch):
+    from gdn_ops.bench import recurrent
+
+    monkeypatch.setattr(recurrent, "run", lambda options: torch.empty(2**62, dtype=torch.int8))
+    assert main(["bench", "recurrent"]) == 2
+    assert "gdn-ops bench: not enough memory: " in capsys.readouterr().err
+
+
+def test_a_family_that_needs_transformers_says_why_it_is_skipped(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    code, data = run_json(capsys, "bench", "layer", "--quick")
+    (row,) = data["rows"]
+    assert code == 0 and row["skipped"].startswith("transformers is not usable")
 
 
 @pytest.mark.parametrize("command", ["demo", "verify --lowrank"])

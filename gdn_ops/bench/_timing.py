@@ -198,21 +198,22 @@ def measure(
                 row["skipped"] = f"not timed: error is {row['error']:.3g} times the tolerance"
                 continue
         timed.append((c, row))
-    options.status(f"{case['family']} {label(case)}: timing")
-    floor = sweeps(pools)
-    times = _samples([c for c, _ in timed] + floor, len(pools), options)
-    swept = 2 * pools[0].numel() * pools[0].element_size()
-    best = min(statistics.median(times[c.name]) for c in floor)
-    for c, row in timed:
-        samples = sorted(times[c.name])
-        seconds = statistics.median(samples)
-        moved = c.bytes or must_move
-        row["ms"] = seconds * 1e3
-        n = len(samples)
-        row["spread"] = (samples[(3 * n) // 4] - samples[n // 4]) / seconds
-        row["floor_ms"] = moved / swept * best * 1e3
-        row["ratio"] = row["ms"] / row["floor_ms"]
-        row["gbps"] = moved / seconds / 1e9
+    if timed:
+        options.status(f"{case['family']} {label(case)}: timing")
+        floor = sweeps(pools)
+        times = _samples([c for c, _ in timed] + floor, len(pools), options)
+        swept = 2 * pools[0].numel() * pools[0].element_size()
+        best = min(statistics.median(times[c.name]) for c in floor)
+        for c, row in timed:
+            samples = sorted(times[c.name])
+            seconds = statistics.median(samples)
+            moved = c.bytes or must_move
+            row["ms"] = seconds * 1e3
+            n = len(samples)
+            row["spread"] = (samples[(3 * n) // 4] - samples[n // 4]) / seconds
+            row["floor_ms"] = moved / swept * best * 1e3
+            row["ratio"] = row["ms"] / row["floor_ms"]
+            row["gbps"] = moved / seconds / 1e9
     for row in rows:
         options.emit(row)
     return rows

@@ -89,8 +89,10 @@ def run(options: Options) -> list[dict]:
     try:
         import transformers  # noqa: F401
     except ImportError as error:
-        options.status(f"layer: skipped, {error}")
-        return []
+        return measure(
+            {"family": "layer", "op": f"layer, hidden {HIDDEN}"},
+            [Candidate("gdn_ops", skipped=f"transformers is not usable: {error}")], [], 0, options,
+        )  # fmt: skip
     keep_freed_memory()
     rows: list[dict] = []
     cases = itertools.product(

@@ -67,12 +67,16 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; returns the exit status (0 good, 1 a check failed, 2 wrong usage)."""
+    """Run one command; returns the exit status.
+
+    0: good. 1: a check failed. 2: wrong usage, too little memory, or output that cannot be written.
+    130: interrupted. 141: nobody reads the output any more (``gdn-ops verify | head -1``).
+    """
     for package in ("rich", "packaging"):
         if find_spec(package) is None:
             print(f"gdn-ops needs the package {package}: pip install {package}", file=sys.stderr)
             return 2
-    from gdn_ops.cli._output import Output, UsageError
+    from gdn_ops.cli._output import Output, Unwritable, UsageError
 
     parser = build_parser()
     args = parser.parse_args(argv)
@@ -95,6 +99,17 @@ def main(argv: list[str] | None = None) -> int:
         out.write_json(data if isinstance(data, list) else named | data)
     except UsageError as error:
         out.error(f"gdn-ops {args.command}: {error}")
+        return 2
+    except Unwritable as error:
+        if error.unread:
+            return 141
+        out.error(f"gdn-ops {args.command}: {error}")
+        return 2
+    except (MemoryError, RuntimeError) as error:
+        # torch has an error of its own for the devices only.
+        if not isinstance(error, MemoryError) and "t allocate memory" not in str(error):
+            raise
+        out.error(f"gdn-ops {args.command}: not enough memory: {str(error).partition(chr(10))[0]}")
         return 2
     except KeyboardInterrupt:
         out.error("interrupted")

@@ -56,6 +56,7 @@ def new_file(text: str) -> str:
 
 
 SEED = whole(0, 2**62)
+MODES = ("exact", "fast", "auto")
 
 
 def items(text: str | None, what: str, convert: Callable[[str], Any]) -> tuple:
@@ -68,18 +69,35 @@ def items(text: str | None, what: str, convert: Callable[[str], Any]) -> tuple:
         raise UsageError(f"--{what}: cannot read {text!r}: {error}") from error
 
 
+def number(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"expected whole numbers, got {text!r}") from None
+
+
 def batch(text: str) -> int:
-    value = int(text)
+    value = number(text)
     if value < 1:
         raise ValueError(f"expected at least 1, got {text}")
     return value
 
 
 def heads(text: str) -> tuple[int, int]:
-    keys, values = (int(x) for x in text.split("/"))
+    pair = [number(x) for x in text.split("/")]
+    if len(pair) != 2:
+        raise ValueError(f"expected key/value heads, like 16/48, got {text!r}")
+    keys, values = pair
     if keys < 1 or values < 1 or values % keys:
         raise ValueError(f"{text}: value heads must be a multiple of key heads")
     return keys, values
+
+
+def mode(text: str) -> str:
+    """A mode of :func:`gdn_ops.set_precision`."""
+    if text not in MODES:
+        raise ValueError(f"expected some of {', '.join(MODES)}, got {text!r}")
+    return text
 
 
 def dtype(text: str) -> str:

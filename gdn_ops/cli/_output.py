@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, TextIO
 
 from rich.console import Console
 from rich.progress import (
@@ -23,6 +24,57 @@ from rich.table import Table
 
 class UsageError(Exception):
     """The command cannot do what was asked; its text says what would work."""
+
+
+class Unwritable(Exception):
+    """A standard stream takes no more: why, and ``unread``, whether its reader has left."""
+
+    def __init__(self, error: OSError):
+        super().__init__(f"cannot write its output: {error.strerror or error}")
+        self.unread = isinstance(error, BrokenPipeError)
+
+
+class Stream:
+    """A standard stream that fails with :class:`Unwritable`, once: what follows is dropped, so that
+    neither rich nor the end of the interpreter fails again. ``stream`` None: it was closed."""
+
+    def __init__(self, stream: TextIO | None):
+        self._stream = open(os.devnull, "w") if stream is None else stream  # noqa: SIM115
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError as error:
+            self._fail(error)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError as error:
+            self._fail(error)
+
+    def _fail(self, error: OSError) -> NoReturn:
+        with suppress(OSError), open(os.devnull, "w") as null:
+            os.dup2(null.fileno(), self._stream.fileno())  # a stream in memory has none
+        raise Unwritable(error) from error
+
+
+def write_file(path: str, data: bytes) -> None:
+    """All of ``data`` at ``path`` or, with an OSError, what was there before."""
+    target = Path(path).resolve()
+    special = target.exists() and not target.is_file()  # a device or a pipe
+    if special or not os.access(target.parent, os.W_OK):
+        target.write_bytes(data)
+        return
+    part = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        part.write_bytes(data)
+        part.replace(target)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def _plain(value: Any) -> Any:
@@ -41,8 +93,9 @@ class Output:
 
     def __init__(self, json_path: str | None):
         self.json_path = json_path
-        to_stdout = json_path == "-"
-        self.console = Console(file=sys.stderr if to_stdout else sys.stdout, highlight=False)
+        self.stdout = Stream(sys.stdout)
+        text = Stream(sys.stderr) if json_path == "-" else self.stdout
+        self.console = Console(file=text, highlight=False)
         if not self.console.is_terminal:
             # A pipe or a log: lines as long as they are, not folded at 80 columns.
             self.console.width = 160
@@ -50,17 +103,20 @@ class Output:
     @staticmethod
     def error(text: str) -> None:
         """Why there is no result: never among the results, wherever those go."""
-        print(text, file=sys.stderr)
+        if sys.stderr is not None:
+            with suppress(OSError):
+                print(text, file=sys.stderr, flush=True)
 
     def write_json(self, data: dict | list) -> None:
         if self.json_path is None:
             return
         text = json.dumps(_plain(data), indent=2, default=str) + "\n"
         if self.json_path == "-":
-            sys.stdout.write(text)
+            self.stdout.write(text)
+            self.stdout.flush()
         else:
             try:
-                Path(self.json_path).write_text(text)
+                write_file(self.json_path, text.encode())
             except OSError as error:
                 raise UsageError(f"--json: {error}") from error
             self.console.print(f"wrote {self.json_path}", markup=False)

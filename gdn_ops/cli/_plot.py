@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import io
 from collections import defaultdict
 from pathlib import Path
 
-from gdn_ops.cli._output import UsageError
+from gdn_ops.cli._output import Output, UsageError, write_file
 
 FLOOR = "floor of "
 
@@ -23,13 +24,25 @@ def require(path: str, batches: tuple[int, ...]) -> None:
         raise UsageError(f"--plot: expected two batch sizes or more, got --batch {batches[0]}")
 
 
+def draw(out: Output, rows: list[dict], machine: dict, path: str) -> int:
+    """:func:`scaling` at the end of a run, whose figures are kept if there is no picture of them:
+    the exit status."""
+    try:
+        scaling(rows, machine, path)
+    except UsageError as error:
+        out.error(f"gdn-ops: {error}")
+        return 2
+    out.console.print(f"wrote {path}", markup=False)
+    return 0
+
+
 def scaling(rows: list[dict], machine: dict, path: str) -> None:
     """One panel for each op, head count and state dtype that was timed at two batch sizes or more.
 
     The floor is that of a panel's first candidate: others may have to move fewer bytes.
 
     Raises:
-        UsageError: no case was timed at two batch sizes.
+        UsageError: no case was timed at two batch sizes, or the picture cannot be written.
     """
     import matplotlib
 
@@ -73,5 +86,10 @@ def scaling(rows: list[dict], machine: dict, path: str) -> None:
         f"{machine['torch']}, {machine['date']}",
         fontsize="small",
     )
-    figure.savefig(path, dpi=110)
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=110, format=Path(path).suffix[1:].lower())
     plt.close(figure)
+    try:
+        write_file(path, picture.getvalue())
+    except OSError as error:
+        raise UsageError(f"--plot: {error}") from error

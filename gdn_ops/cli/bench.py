@@ -178,13 +178,11 @@ def run(args: argparse.Namespace, out: Output) -> tuple[int, dict | list]:
             found = module.run(options)
         show(out, module.TITLE, found)
         rows += found
-    if args.plot:
-        _plot.scaling(rows, machine, args.plot)
-        out.console.print(f"wrote {args.plot}", markup=False)
+    drawn = _plot.draw(out, rows, machine, args.plot) if args.plot else 0
     refused = [r for r in rows if r["skipped"].startswith("not timed")]
     if refused:
         out.console.print(f"{len(refused)} candidates were out of tolerance and not timed")
-    return int(bool(refused)), {"machine": machine, "rows": rows}
+    return drawn or int(bool(refused)), {"machine": machine, "rows": rows}
 
 
 def _title(module) -> str:

@@ -21,7 +21,7 @@ import torch
 
 from gdn_ops.cli import _arguments
 from gdn_ops.cli._output import Output, UsageError
-from gdn_ops.cli.verify import FAST_FACTOR, MODES
+from gdn_ops.cli.verify import FAST_FACTOR
 
 HELP = "the matrix of implementations, states, precisions and batches; what bounds the layer"
 # Peers are compiled at these batch sizes only: each compile takes longer than all its timing.
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", help="batch sizes (default: 1,4,16,64)")
     parser.add_argument("--heads", default="16/48", help="key/value heads of the layer (16/48)")
     parser.add_argument("--state", help="state dtypes (default: f32,bf16,f16)")
-    parser.add_argument("--precision", help=f"modes (default: {','.join(MODES)})")
+    parser.add_argument("--precision", help=f"modes (default: {','.join(_arguments.MODES)})")
     parser.add_argument("--windows", help="R of buffered and low rank (default: 8,16,32)")
     parser.add_argument("--no-peers", action="store_true", help="only ours")
     parser.add_argument("--no-compile", action="store_true", help="skip peers under torch.compile")
@@ -77,10 +77,10 @@ class Plan:
         batches = read(args.batch, "batch", _arguments.batch) or (
             (1, 16) if args.quick else (1, 4, 16, 64)
         )
-        windows = read(args.windows, "windows", int) or ((16,) if args.quick else (8, 16, 32))
-        precisions = read(args.precision, "precision", str) or MODES
-        if unknown := [p for p in precisions if p not in MODES]:
-            raise UsageError(f"--precision: expected some of {MODES}, got {unknown[0]!r}")
+        windows = read(args.windows, "windows", _arguments.number) or (
+            (16,) if args.quick else (8, 16, 32)
+        )
+        precisions = read(args.precision, "precision", _arguments.mode) or _arguments.MODES
         if wrong := [r for r in windows if not 1 <= r <= 64]:
             raise UsageError(f"--windows: expected 1 to 64, got {wrong[0]}")
         if len(heads := read(args.heads, "heads", _arguments.heads)) != 1:
@@ -483,13 +483,12 @@ def run(args: argparse.Namespace, out: Output) -> tuple[int, dict]:
         end["text"].append(line)
     for line in end["text"]:
         out.console.print(line, markup=False)
+    drawn = 0
     if args.plot:
-        _plot.scaling(
-            [*scaling, *(r for r in matrix if r["precision"] == "exact")], machine, args.plot
-        )
-        out.console.print(f"wrote {args.plot}", markup=False)
+        exact = (r for r in matrix if r["precision"] == "exact")
+        drawn = _plot.draw(out, [*scaling, *exact], machine, args.plot)
     refused = [r for r in (*scaling, *matrix) if r["skipped"].startswith("not timed")]
-    return int(bool(refused)), {
+    return drawn or int(bool(refused)), {
         "machine": machine,
         "heads": f"{H}/{HV}",
         "layers": args.layers,

@@ -25,7 +25,6 @@ HELP = "every op against float64, errors by dtype and precision"
 
 # (H, HV, K, V): the model's heads in small, and sizes that leave tails in every vector width.
 SHAPES = ((2, 6, 128, 128), (3, 3, 100, 81))
-MODES = ("exact", "fast", "auto")
 # A mode other than exact may round a 16-bit state's products once more.
 FAST_FACTOR = 4.0
 
@@ -81,19 +80,16 @@ def _settings(args: argparse.Namespace, op: str):
     """``(activation, state, modes)`` of the rows of one op."""
     from gdn_ops.cli._cases import ROUNDED, STATELESS
 
-    modes = args.precision.split(",") if args.precision else None
-    for mode in modes or ():
-        if mode not in MODES:
-            raise UsageError(f"--precision: expected some of {', '.join(MODES)}, got {mode!r}")
+    modes = _arguments.items(args.precision, "precision", _arguments.mode)
     states = _dtypes(args.state, "state")
     for activation in _dtypes(args.dtype, "dtype"):
         rounded = op in ROUNDED and activation == "bf16"
         if op in STATELESS:
-            yield activation, None, modes or MODES if rounded else ("exact",)
+            yield activation, None, modes or _arguments.MODES if rounded else ("exact",)
             continue
         for state in states:
             one = state == "f32" and not rounded
-            yield activation, state, modes or (("exact",) if one else MODES)
+            yield activation, state, modes or (("exact",) if one else _arguments.MODES)
 
 
 def _row(op: str, activation: str, state: str | None, mode: str, seed: int) -> list[dict]:
@@ -178,7 +174,10 @@ def _lowrank(args: argparse.Namespace, out: Output) -> tuple[int, dict]:
 
     if args.text is not None and not Path(args.text).is_file():
         raise UsageError(f"--text: no file {args.text!r}")
-    text = None if args.text is None else Path(args.text).read_text()
+    try:
+        text = None if args.text is None else Path(args.text).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--text: {args.text!r}: {error}") from error
     with out.progress("verify --lowrank"):
         rows = _lowrank.measure(args.model, text, args.tokens or 512, args.seed)
     name = args.model or "a small random model, whose gates are not a trained one's"
