@@ -13,7 +13,7 @@ from on_device import OnDevice, skip
 NOT_HERE = {
     "no kernel can raise: values are checked where the host can read them": (
         "raises_before_writing", "b7_invalid_metadata", "paged_ops_raise_before",
-        "errors_count_blocks", "rows_at_the_ends_of_their_type", "verification_that_raises",
+        "errors_count_blocks", "rows_at_the_ends_of_their_type",
     ),
     "precision modes are the CPU's": ("fast",),
     "threads of the CPU": ("threads",),

@@ -143,10 +143,15 @@ def test_packed_decode(dtype):
     assert_close("o", out, expected, dtype, SLACK if dtype is torch.float32 else 1.0)
     assert_close("state", pool, states, torch.float32, SLACK)
     assert torch.equal(pool[[3, 4, 5, 6]], before[[3, 4, 5, 6]])
-    with pytest.raises(RuntimeError, match=f"expected .*below {P}|not in|row"):
-        sglang.fused_recurrent_gated_delta_rule_packed_decode(
-            m["x"], m["a"], m["b"], m["A_log"], m["dt_bias"], 1.0, pool, out, indices + 6
-        )
+
+
+def test_packed_decode_raises_before_writing():
+    m, pool, out = layer(4), make_pool(P, HV, V, K), torch.zeros(4, 1, HV, V)
+    before = pool.clone()
+    args = (m["x"], m["a"], m["b"], m["A_log"], m["dt_bias"], 1.0, pool, out)
+    with pytest.raises(RuntimeError, match=f"expected rows below P = {P}, got {P}"):
+        sglang.fused_recurrent_gated_delta_rule_packed_decode(*args, torch.tensor([1, -1, 0, P]))
+    assert torch.equal(pool, before) and not out.any()
 
 
 def test_gates():
@@ -209,7 +214,7 @@ def test_verification_of_padding_alone():
     assert o.shape == (1, 0, HV, V) and (buffer == 9).all()
 
 
-def test_a_verification_that_raises_has_written_nothing():
+def test_verification_raises_before_writing():
     q, k, v, _, _ = qkv(4)
     m, at, cu = layer(4), torch.tensor([0, 1]), torch.tensor([0, 2, 4])
     pool, buffer = make_pool(P, HV, V, K), torch.full((2, 2, HV, V, K), 9.0)
