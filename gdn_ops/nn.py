@@ -200,6 +200,17 @@ def local(parameter: Tensor | None) -> Tensor | None:
     return parameter.redistribute(placements=placements).to_local(grad_placements=grads)
 
 
+def keep_address(*tensors: Tensor | None) -> None:
+    """Tell torch.compile that these tensors stay where they are.
+
+    With ``mode="reduce-overhead"`` CUDA graphs are made only of code that writes no other inputs.
+    One that is replaced nevertheless costs a capture anew, nothing else.
+    """
+    for tensor in tensors:
+        if tensor is not None and tensor.is_cuda and not torch.compiler.is_compiling():
+            torch._dynamo.mark_static_address(tensor, guard=False)
+
+
 def has_hooks(module: nn.Module) -> bool:
     """Whether calling ``module`` runs anything beside its ``forward``."""
     every = nn.modules.module  # torch's own `_has_any_global_hook` came after 2.5
@@ -488,7 +499,7 @@ class GatedDeltaNet(nn.Module):
 
     def allocate(self, rows: int, state_dtype: torch.dtype = torch.float32) -> States:
         """Empty pools of ``rows`` sequences for this layer."""
-        return States.allocate(
+        pools = States.allocate(
             rows,
             self.heads,
             self.conv_weight.shape[1],
@@ -499,6 +510,8 @@ class GatedDeltaNet(nn.Module):
             drafts=self.drafts,
             device=self.conv_weight.device,
         )
+        keep_address(*pools)
+        return pools
 
     def _check_shape(self, x: Tensor) -> None:
         if x.dim() != 3:

@@ -37,7 +37,13 @@ class Layers:
 
     @classmethod
     def build(
-        cls, hidden: int, heads: tuple[int, int], batch: int, dtype: torch.dtype, seed: int = 0
+        cls,
+        hidden: int,
+        heads: tuple[int, int],
+        batch: int,
+        dtype: torch.dtype,
+        seed: int = 0,
+        device: str = "cpu",
     ) -> Layers:
         H, HV = heads
         config = tiny_config(
@@ -46,8 +52,8 @@ class Layers:
         )  # fmt: skip
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            plain = modeling.Qwen3_5GatedDeltaNet(config, 0).to(dtype).eval()
-            x = torch.randn(batch, 1, hidden, dtype=dtype)
+            plain = modeling.Qwen3_5GatedDeltaNet(config, 0).to(device, dtype).eval()
+            x = torch.randn(batch, 1, hidden, dtype=dtype).to(device)
         plain.requires_grad_(False)
         return cls(plain, patch(copy.deepcopy(plain)), x, config)
 
@@ -56,7 +62,7 @@ class Layers:
         cache = DynamicCache(config=self.config)
         gen = torch.Generator().manual_seed(1)
         B, _, hidden = self.x.shape
-        prompt = torch.randn(B, HISTORY, hidden, generator=gen).to(self.x.dtype)
+        prompt = torch.randn(B, HISTORY, hidden, generator=gen).to(self.x)
         with torch.no_grad():
             layer(prompt, cache)
         return cache

@@ -340,15 +340,15 @@ class PatchedGatedDeltaNet:
                 self._gdn_store_window(
                     cache.layers[index], [t[rows] for t in layers.window_of(states)]
                 )
+            elif self.gdn_state_mode == "buffered" and not needs_grad:
+                self._gdn_empty_window(cache.layers[index], projected, mixer)
         return y
 
     def _gdn_continue(self, projected: Tensor, mixer: layers.Mixer, layer: Any) -> Tensor:
         """History: update the tensors of the cache in place."""
         mode = self.gdn_state_mode
-        if mode == "buffered" and layer.number_of_states == 1:
-            rows, device = projected.shape[0], projected.device
-            empty = windows.allocate(rows, *mixer.heads, self.gdn_window, device=device)
-            self._gdn_store_window(layer, empty)
+        if mode == "buffered":
+            self._gdn_empty_window(layer, projected, mixer)
         if mode == "full":
             self._gdn_fold(layer)
         state = None if mode == "lowrank" else layer.recurrent_states[0].transpose(-1, -2)
@@ -361,6 +361,14 @@ class PatchedGatedDeltaNet:
             projected, mixer, layers.States(layer.conv_states[0], state, *window), state_mode=mode
         )
 
+    def _gdn_empty_window(self, layer: Any, projected: Tensor, mixer: layers.Mixer) -> None:
+        """A window for a cache that has none. Where it can be before the first step: what is made
+        inside of a CUDA graph does not outlive its next replay."""
+        if layer.number_of_states == 1:
+            rows, device = layer.conv_states[0].shape[0], projected.device
+            empty = windows.allocate(rows, *mixer.heads, self.gdn_window, device=device)
+            self._gdn_store_window(layer, empty)
+
     @staticmethod
     def _gdn_store_window(layer: Any, window: Any) -> None:
         for slot, tensor in zip(WINDOW_SLOTS, window, strict=True):
@@ -368,6 +376,7 @@ class PatchedGatedDeltaNet:
                 layer.recurrent_states[slot].copy_(tensor)
                 continue
             layer.recurrent_states[slot] = tensor.contiguous()
+            layers.keep_address(layer.recurrent_states[slot])
             layer.is_recurrent_states_initialized[slot] = True
             layer.conv_states[slot] = None
             layer.is_conv_states_initialized[slot] = False
