@@ -351,7 +351,8 @@ def mix(
             )  # fmt: skip
         else:
             o = _ops.recurrent.default(q, k, v, g, beta, states.state, *sequences, None, True)
-    z = z.unflatten(-1, (h.num_v_heads, h.head_v_dim))
+    # Not unflatten: under a default device torch 2.11 cannot trace it.
+    z = z.view(*z.shape[:-1], h.num_v_heads, h.head_v_dim)
     return _ops.gated_rms_norm.default(o, z, mixer.norm_weight, mixer.eps).flatten(-2)
 
 

@@ -25,6 +25,11 @@ def assert_close(name: str, got: Tensor, expected: Tensor, dtype=None, slack: fl
     assert worst <= limit, f"{name}: largest error {worst:.3e}, limit {limit:.3e}"
 
 
+def generator(seed: int) -> torch.Generator:
+    """Random numbers of their own, on the device where tensors are made."""
+    return torch.Generator(torch.get_default_device()).manual_seed(seed)
+
+
 def at_thread_counts(counts, call) -> list:
     """What ``call()`` returns with each number of threads."""
     threads, results = torch.get_num_threads(), []
@@ -39,7 +44,7 @@ def at_thread_counts(counts, call) -> list:
 
 def make_pool(P, HV, V, K, dtype=torch.float32, transposed=False, seed=0) -> Tensor:
     """A pool of states with ``[P, HV, V, K]`` logical shape, in either layout."""
-    gen = torch.Generator().manual_seed(seed + 1)
+    gen = generator(seed + 1)
     if transposed:
         return torch.randn(P, HV, K, V, generator=gen).to(dtype).transpose(2, 3)
     return torch.randn(P, HV, V, K, generator=gen).to(dtype)
@@ -53,7 +58,7 @@ def clone_pool(pool: Tensor) -> Tensor:
 
 def make_qkv(B, T, H, HV, K, V, dtype=torch.float32, seed=0, unit=True):
     """``q, k, v, g, beta`` that resemble the model: unit keys, g < 0, 0 < beta < 1."""
-    gen = torch.Generator().manual_seed(seed)
+    gen = generator(seed)
     q = torch.randn(B, T, H, K, generator=gen)
     k = torch.randn(B, T, H, K, generator=gen)
     if unit:
@@ -66,7 +71,7 @@ def make_qkv(B, T, H, HV, K, V, dtype=torch.float32, seed=0, unit=True):
 
 def make_layer(B, T, H, HV, K, V, W=4, dtype=torch.float32, seed=0) -> dict[str, Tensor]:
     """Tensors of one layer between its projections, for ``conv_gating`` and ``decode``."""
-    gen = torch.Generator().manual_seed(seed)
+    gen = generator(seed)
     C = 2 * H * K + HV * V
 
     def randn(*shape):

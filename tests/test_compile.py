@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.utils import run_and_get_code
+from torch.nn import functional as F
 
 from gdn_ops import nn as layers
 from gdn_ops.nn import GatedDeltaNet, States
@@ -79,7 +80,8 @@ def rows() -> torch.Tensor:
 
 
 def heads_inputs(T: int = 1):
-    q, k = torch.randn(N, T, H, K), torch.randn(N, T, H, K)
+    # Longer keys than one would grow the state with each token, at once for large K.
+    q, k = torch.randn(N, T, H, K), F.normalize(torch.randn(N, T, H, K), dim=-1)
     v, g = torch.randn(N, T, HV, V), -torch.rand(N, T, HV)
     return q, k, v, g, torch.rand(N, T, HV)
 
@@ -293,7 +295,7 @@ def test_functional_op(name):
         "gating": lambda: ops.gating(g * 2, beta, torch.ones(HV), torch.ones(HV)),
         "gated_rms_norm": lambda: ops.gated_rms_norm(v + 1, v * 2, torch.ones(V)),
         "conv1d": lambda: ops.conv1d(v.flatten(2) + 1, torch.ones(HV * V, W)),
-        "chunk": lambda: ops.chunk(q, k / 9, v * 2, g, beta),
+        "chunk": lambda: ops.chunk(q, k / 2, v * 2, g, beta),
     }
     expected = calls[name]()
     got, code = run_and_get_code(torch.compile(calls[name], fullgraph=True))
@@ -336,6 +338,16 @@ def test_layer_prefill():
     has_state = torch.tensor([True, False, True])
     code = check(fn, pools, torch.randn(N, 20, 32), rows(), has_state)
     assert gemms(code) == 2
+
+
+def test_layer_under_a_default_device():
+    """Tensor.unflatten cannot be traced there: it reaches the method behind super()."""
+    layer = make_layer()
+    states = [layer.allocate(N) for _ in range(2)]
+    x = torch.randn(N, 20, 32)
+    with torch.device(DEVICE):
+        got = torch.compile(layer.prefill, fullgraph=True, backend="eager")(x, states[0])
+    assert torch.equal(got, layer.prefill(x, states[1]))
 
 
 def test_layer_dynamic_batch_compiles_once():
@@ -499,4 +511,7 @@ def test_falling_back_is_traced_too(model):
     hf_layers._announced.clear()
     with pytest.warns(UserWarning, match="runs the code of transformers: parameters are"):
         got = compiled(x)
-    assert torch.equal(got, layer(x))
+    if CPU:
+        assert torch.equal(got, layer(x))
+    else:  # two calls of cuDNN's convolution need not agree in the last bit
+        torch.testing.assert_close(got, layer(x))

@@ -78,7 +78,7 @@ def test_exported_program(mode, step):
     calls = [str(n.target) for n in program.graph.nodes if n.op == "call_function"]
     here = LINEAR[DEVICE.type]
     assert calls.count(here) == 2 and not (set(LINEAR.values()) - {here}).intersection(calls)
-    assert len([c for c in calls if c.startswith("gdn.")]) > 2
+    assert len([c for c in calls if c.startswith("gdn.") and c != here]) > 0
     run = program.module()
     for batch, tokens in CALLS:
         args = inputs(step, batch, tokens)

@@ -667,6 +667,23 @@ def test_buffered_window_is_folded_before_other_code_reads_the_state():
     )
 
 
+@needs["buffered"]
+def test_the_window_of_a_cache_is_made_by_its_prompt():
+    """Made by the first step instead, it would live in the memory of that step's CUDA graph."""
+    patched = gdn_ops.patch(tiny_model("qwen3_5"), state_mode="buffered", window=8)
+    cache, layer = new_cache(patched), first_layer(patched)
+    run_split(layer, cache, hidden(2, 5), [5])
+    window = dict(cache.layers[0].recurrent_states)
+    assert len(window) == 5 and window[4].tolist() == [0, 0]
+    run_split(layer, cache, hidden(2, 3), [1, 1, 1])
+    assert all(cache.layers[0].recurrent_states[slot] is t for slot, t in window.items())
+    # A gradient that reaches into the state finds it without a window, which has none.
+    cache = new_cache(patched)
+    with torch.enable_grad():
+        layer(hidden(2, 5), **{layer.gdn_cache_argument: cache})
+    assert cache.layers[0].number_of_states == 1
+
+
 @needs["lowrank"]
 def test_lowrank_is_full_rank_while_the_window_holds_everything():
     plain = tiny_model("qwen3_5")

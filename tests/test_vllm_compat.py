@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from common import assert_close, make_pool, make_qkv
+from common import assert_close, generator, make_pool, make_qkv
 from torch import library
 from torch._inductor.utils import run_and_get_code
 
@@ -35,7 +35,7 @@ def qkv(T, dtype=torch.float32, seed=0):
 
 
 def layer(T, dtype=torch.float32, seed=0):
-    gen = torch.Generator().manual_seed(seed)
+    gen = generator(seed)
 
     def randn(*shape):
         return torch.randn(*shape, generator=gen)
@@ -53,7 +53,7 @@ def layer(T, dtype=torch.float32, seed=0):
 
 def conv_pool(L, dtype=torch.float32):
     """``[P, C, L]`` as vLLM has it by default: channels contiguous."""
-    gen = torch.Generator().manual_seed(9)
+    gen = generator(9)
     return torch.randn(P, L, C, generator=gen).to(dtype).transpose(1, 2)
 
 

@@ -68,17 +68,19 @@ class Layers:
         return cache
 
     def oracle(self, cache: DynamicCache) -> Tensor:
-        """The layer's output for ``x`` after ``cache``, in float64; the cache stays as it is."""
+        """The layer's output for ``x`` after ``cache``, in float64 on the CPU; the cache stays as
+        it is."""
         p, states = self.plain, cache.layers[0]
-        x = self.x.double()
+        x = self.x.cpu().double()
         weights = (p.in_proj_qkv, p.in_proj_z, p.in_proj_b, p.in_proj_a)
-        projected = torch.cat([x @ w.weight.double().T for w in weights], -1)
+        projected = torch.cat([x @ w.weight.cpu().double().T for w in weights], -1)
+        parameters = (p.A_log, p.dt_bias, p.norm.weight, states.conv_states[0])
         y, _, _ = reference.decode(
-            projected, p.conv1d.weight.squeeze(1), None, p.A_log, p.dt_bias, p.norm.weight,
-            states.conv_states[0], states.recurrent_states[0].transpose(-1, -2), p.num_k_heads,
-            p.head_k_dim, eps=p.norm.variance_epsilon,
+            projected, p.conv1d.weight.squeeze(1).cpu(), None, *(t.cpu() for t in parameters),
+            states.recurrent_states[0].cpu().transpose(-1, -2), p.num_k_heads, p.head_k_dim,
+            eps=p.norm.variance_epsilon,
         )  # fmt: skip
-        return y @ p.out_proj.weight.double().T
+        return y @ p.out_proj.weight.cpu().double().T
 
 
 Stage = Callable[[], object]
