@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 # Documentation of the arguments that every op over sequences takes, spliced into docstrings.
 SEQUENCE_ARGS = """
@@ -41,10 +42,25 @@ def _keep_offsets() -> None:
         return value.node.expr if isinstance(value, torch.SymInt) else int(value)
 
 
+def register_fake(op: str) -> Callable[[Callable], Callable]:
+    """Torch's ``register_fake``, for every op here: before the fake runs, what compiled code needs so
+    that a view of a pool stays the view it is (:func:`_keep_offsets`)."""
+
+    def register(fake: Callable) -> Callable:
+        @library.register_fake(op)
+        @functools.wraps(fake)
+        def run(*args, **kwargs):
+            tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+            if any(isinstance(t.storage_offset(), torch.SymInt) for t in tensors):
+                _keep_offsets()
+            return fake(*args, **kwargs)
+
+        return fake
+
+    return register
+
+
 def check_same_device(op: str, like: Tensor, **tensors: Tensor | None) -> None:
-    given = [like, *(t for t in tensors.values() if t is not None)]
-    if any(isinstance(t.storage_offset(), torch.SymInt) for t in given):
-        _keep_offsets()
     for name, t in tensors.items():
         if t is not None:
             torch._check(

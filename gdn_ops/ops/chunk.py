@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gdn_ops.ops._common import check_dims, check_tokens, check_window
+from gdn_ops.ops._common import check_dims, check_tokens, check_window, register_fake
 
 _chunk = torch.ops.gdn.chunk.default
 _chunk_prefill = torch.ops.gdn.chunk_prefill.default
@@ -180,7 +180,7 @@ def _states(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     return v.new_empty((N, v.shape[2], v.shape[3], q.shape[3]), dtype=dtype)
 
 
-@torch.library.register_fake("gdn::chunk")
+@register_fake("gdn::chunk")
 def _(q, k, v, g, beta, initial_state=None, cu_seqlens=None, scale=None, qk_l2norm=False,
       chunk_size=64):  # fmt: skip
     _check("chunk", q, k, v, chunk_size, g=g, beta=beta, initial_state=initial_state,
@@ -188,14 +188,14 @@ def _(q, k, v, g, beta, initial_state=None, cu_seqlens=None, scale=None, qk_l2no
     return v.new_empty(v.shape), _states(q, v, cu_seqlens)
 
 
-@torch.library.register_fake("gdn::chunk_backward")
+@register_fake("gdn::chunk_backward")
 def _(grad_o, grad_final_state, q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm,
       chunk_size):  # fmt: skip
     grads = (x.new_empty(x.shape) for x in (q, k, v, g, beta))
     return (*grads, _states(q, v, cu_seqlens))
 
 
-@torch.library.register_fake("gdn::chunk_prefill")
+@register_fake("gdn::chunk_prefill")
 def _(q, k, v, g, beta, state, read_indices=None, write_indices=None, has_initial_state=None,
       cu_seqlens=None, edge_rows=None, scale=None, qk_l2norm=False, chunk_size=64):  # fmt: skip
     check_dims("chunk_prefill", state=(state, "[P, HV, V, K]"))
@@ -206,7 +206,7 @@ def _(q, k, v, g, beta, state, read_indices=None, write_indices=None, has_initia
     return v.new_empty(v.shape)
 
 
-@torch.library.register_fake("gdn::chunk_lowrank")
+@register_fake("gdn::chunk_lowrank")
 def _(q, k, v, g, beta, win_k, win_u, win_g, win_fill, state_indices=None, has_initial_state=None,
       cu_seqlens=None, scale=None, qk_l2norm=False, chunk_size=64):  # fmt: skip
     _check("chunk_lowrank", q, k, v, chunk_size, g=g, beta=beta, state_indices=state_indices,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gdn_ops.ops._common import SEQUENCE_ARGS, check_dims, check_same_device
+from gdn_ops.ops._common import SEQUENCE_ARGS, check_dims, check_same_device, register_fake
 
 _short_conv = torch.ops.gdn.short_conv.default
 _conv1d = torch.ops.gdn.conv1d.default
@@ -135,7 +135,7 @@ conv_gating.__doc__ = f"""Short convolution, split into heads, gates, optional l
     """
 
 
-@torch.library.register_fake("gdn::short_conv")
+@register_fake("gdn::short_conv")
 def _(x, weight, bias, conv_state, state_indices=None, has_initial_state=None, cu_seqlens=None,
       num_accepted=None, activation="silu", conv_leading=False):  # fmt: skip
     check_dims("short_conv", x=(x, "[B, T, C]"))
@@ -145,7 +145,7 @@ def _(x, weight, bias, conv_state, state_indices=None, has_initial_state=None, c
     return x.new_empty(x.shape)
 
 
-@torch.library.register_fake("gdn::conv1d")
+@register_fake("gdn::conv1d")
 def _(x, weight, bias=None, initial_state=None, cu_seqlens=None, activation="silu", state_len=None):
     check_dims("conv1d", x=(x, "[B, T, C]"))
     check_same_device("conv1d", x, weight=weight, bias=bias, initial_state=initial_state,
@@ -157,7 +157,7 @@ def _(x, weight, bias=None, initial_state=None, cu_seqlens=None, activation="sil
     return x.new_empty(x.shape), like.new_empty((N, x.shape[2], state_len))
 
 
-@torch.library.register_fake("gdn::conv_gating")
+@register_fake("gdn::conv_gating")
 def _(mixed_qkv, a, b, conv_weight, conv_bias, A_log, dt_bias, conv_state, num_k_heads, head_k_dim,
       state_indices=None, has_initial_state=None, cu_seqlens=None, num_accepted=None,
       qk_l2norm=False, activation="silu", conv_leading=False):  # fmt: skip

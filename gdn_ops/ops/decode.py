@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gdn_ops.ops._common import SEQUENCE_ARGS, check_dims, check_same_device
+from gdn_ops.ops._common import SEQUENCE_ARGS, check_dims, check_same_device, register_fake
 from gdn_ops.ops.conv import CONV_POOL_ARGS
 
 _decode = torch.ops.gdn.decode.default
@@ -83,7 +83,7 @@ def output_of(op: str, projected: Tensor, conv_state: Tensor, HV: int, V: int, *
     return projected.new_empty((B, T, HV * V))
 
 
-@torch.library.register_fake("gdn::decode")
+@register_fake("gdn::decode")
 def _(projected, conv_weight, conv_bias, A_log, dt_bias, norm_weight, conv_state, state,
       num_k_heads, head_k_dim, state_indices=None, has_initial_state=None, cu_seqlens=None,
       num_accepted=None, scale=None, qk_l2norm=True, eps=1e-6, activation="silu",

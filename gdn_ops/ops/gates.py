@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gdn_ops.ops._common import check_same_device
+from gdn_ops.ops._common import check_same_device, register_fake
 
 _gating = torch.ops.gdn.gating.default
 
@@ -30,7 +30,7 @@ def gating(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor
     return _gating(a, b, A_log, dt_bias)
 
 
-@torch.library.register_fake("gdn::gating")
+@register_fake("gdn::gating")
 def _(a, b, A_log, dt_bias):
     torch._check(
         a.shape == b.shape,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, library
+from torch import Tensor
 
-from gdn_ops.ops._common import check_same_device
+from gdn_ops.ops._common import check_same_device, register_fake
 
 _linear = torch.ops.gdn.linear.default
 
@@ -33,7 +33,7 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     return _linear(x, weight)
 
 
-@library.register_fake("gdn::linear")
+@register_fake("gdn::linear")
 def _(x, weight):
     torch._check(
         weight.dim() == 2 and x.dim() >= 1,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gdn_ops.ops._common import check_same_device
+from gdn_ops.ops._common import check_same_device, register_fake
 
 _gated_rms_norm = torch.ops.gdn.gated_rms_norm.default
 
@@ -34,7 +34,7 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float = 1e-6) -
     return _gated_rms_norm(x, gate, weight, eps)
 
 
-@torch.library.register_fake("gdn::gated_rms_norm")
+@register_fake("gdn::gated_rms_norm")
 def _(x, gate, weight, eps=1e-6):
     torch._check(
         x.shape == gate.shape,

@@ -5,9 +5,8 @@ knows to be one of the pool, and the pool would be copied there and back."""
 from __future__ import annotations
 
 import torch
-from torch import library
 
-from gdn_ops.ops._common import check_same_device
+from gdn_ops.ops._common import check_same_device, register_fake
 
 _paged_recurrent = torch.ops.gdn.paged_recurrent.default
 _paged_recurrent_gated = torch.ops.gdn.paged_recurrent_gated.default
@@ -15,7 +14,7 @@ _paged_decode_packed = torch.ops.gdn.paged_decode_packed.default
 _paged_short_conv = torch.ops.gdn.paged_short_conv.default
 
 
-@library.register_fake("gdn::paged_recurrent")
+@register_fake("gdn::paged_recurrent")
 def _(q, k, v, g, beta, state, state_indices, cu_seqlens=None, num_accepted=None, scale=None,
       qk_l2norm=False):  # fmt: skip
     check_same_device("paged_recurrent", q, k=k, v=v, g=g, beta=beta, state=state,
@@ -24,7 +23,7 @@ def _(q, k, v, g, beta, state, state_indices, cu_seqlens=None, num_accepted=None
     return v.new_empty(v.shape)
 
 
-@library.register_fake("gdn::paged_recurrent_gated")
+@register_fake("gdn::paged_recurrent_gated")
 def _(q, k, v, a, b, A_log, dt_bias, state, state_indices, cu_seqlens=None, num_accepted=None,
       scale=None, qk_l2norm=False, first_row=1, kv_rows=False):  # fmt: skip
     check_same_device("paged_recurrent_gated", q, k=k, v=v, a=a, b=b, A_log=A_log,
@@ -33,14 +32,14 @@ def _(q, k, v, a, b, A_log, dt_bias, state, state_indices, cu_seqlens=None, num_
     return v.new_empty(v.shape)
 
 
-@library.register_fake("gdn::paged_decode_packed")
+@register_fake("gdn::paged_decode_packed")
 def _(mixed_qkv, a, b, A_log, dt_bias, state, state_indices, out, scale=None, qk_l2norm=False,
       first_row=1):  # fmt: skip
     check_same_device("paged_decode_packed", mixed_qkv, a=a, b=b, A_log=A_log, dt_bias=dt_bias,
                       state=state, state_indices=state_indices, out=out)  # fmt: skip
 
 
-@library.register_fake("gdn::paged_short_conv")
+@register_fake("gdn::paged_short_conv")
 def _(x, weight, bias, conv_state, state_indices, has_initial_state=None, cu_seqlens=None,
       num_accepted=None, activation="silu", channels_first=False, channels_last=False,
       first_row=1):  # fmt: skip

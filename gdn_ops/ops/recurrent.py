@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gdn_ops.ops._common import SEQUENCE_ARGS, check_dims, check_tokens
+from gdn_ops.ops._common import SEQUENCE_ARGS, check_dims, check_tokens, register_fake
 
 _recurrent = torch.ops.gdn.recurrent.default
 _recurrent_gated = torch.ops.gdn.recurrent_gated.default
@@ -96,7 +96,7 @@ def recurrent_gated(
     )  # fmt: skip
 
 
-@torch.library.register_fake("gdn::recurrent")
+@register_fake("gdn::recurrent")
 def _(q, k, v, g, beta, state, state_indices=None, has_initial_state=None, cu_seqlens=None,
       num_accepted=None, scale=None, qk_l2norm=False):  # fmt: skip
     return output_of("recurrent", q, k, v, state, g=g, beta=beta, state_indices=state_indices,
@@ -104,7 +104,7 @@ def _(q, k, v, g, beta, state, state_indices=None, has_initial_state=None, cu_se
                      num_accepted=num_accepted)  # fmt: skip
 
 
-@torch.library.register_fake("gdn::recurrent_gated")
+@register_fake("gdn::recurrent_gated")
 def _(q, k, v, a, b, A_log, dt_bias, state, state_indices=None, has_initial_state=None,
       cu_seqlens=None, num_accepted=None, scale=None, qk_l2norm=False):  # fmt: skip
     return output_of("recurrent_gated", q, k, v, state, a=a, b=b, A_log=A_log, dt_bias=dt_bias,

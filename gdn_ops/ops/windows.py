@@ -6,7 +6,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gdn_ops.ops._common import SEQUENCE_ARGS, check_dims, check_same_device, check_window
+from gdn_ops.ops._common import (
+    SEQUENCE_ARGS,
+    check_dims,
+    check_same_device,
+    check_window,
+    register_fake,
+)
 from gdn_ops.ops.decode import DECODE_ARGS, DECODE_TAIL
 from gdn_ops.ops.decode import output_of as _decode_output
 from gdn_ops.ops.recurrent import output_of as _recurrent_output
@@ -293,7 +299,7 @@ decode_lowrank.__doc__ = f""":func:`gdn_ops.decode` with :func:`recurrent_lowran
     """
 
 
-@torch.library.register_fake("gdn::recurrent_buffered")
+@register_fake("gdn::recurrent_buffered")
 def _(q, k, v, g, beta, state, win_k, win_u, win_g, win_fill, state_indices=None,
       has_initial_state=None, cu_seqlens=None, num_accepted=None, scale=None,
       qk_l2norm=False):  # fmt: skip
@@ -304,7 +310,7 @@ def _(q, k, v, g, beta, state, win_k, win_u, win_g, win_fill, state_indices=None
                              num_accepted=num_accepted)  # fmt: skip
 
 
-@torch.library.register_fake("gdn::recurrent_lowrank")
+@register_fake("gdn::recurrent_lowrank")
 def _(q, k, v, g, beta, win_k, win_u, win_g, win_fill, state_indices=None,
       has_initial_state=None, cu_seqlens=None, num_accepted=None, scale=None,
       qk_l2norm=False):  # fmt: skip
@@ -315,19 +321,19 @@ def _(q, k, v, g, beta, win_k, win_u, win_g, win_fill, state_indices=None,
                              num_accepted=num_accepted)  # fmt: skip
 
 
-@torch.library.register_fake("gdn::window_flush")
+@register_fake("gdn::window_flush")
 def _(state, win_k, win_u, win_g, win_fill, state_indices=None):
     check_window("window_flush", state, win_k, win_u, win_g, win_fill)
     check_same_device("window_flush", state, state_indices=state_indices)
 
 
-@torch.library.register_fake("gdn::window_reset")
+@register_fake("gdn::window_reset")
 def _(win_fill, state_indices=None):
     check_dims("window_reset", win_fill=(win_fill, "[P]"))
     check_same_device("window_reset", win_fill, state_indices=state_indices)
 
 
-@torch.library.register_fake("gdn::decode_buffered")
+@register_fake("gdn::decode_buffered")
 def _(projected, conv_weight, conv_bias, A_log, dt_bias, norm_weight, conv_state, state, win_k,
       win_u, win_g, win_fill, num_k_heads, head_k_dim, state_indices=None, has_initial_state=None,
       cu_seqlens=None, num_accepted=None, scale=None, qk_l2norm=True, eps=1e-6,
@@ -342,7 +348,7 @@ def _(projected, conv_weight, conv_bias, A_log, dt_bias, norm_weight, conv_state
                           num_accepted=num_accepted)  # fmt: skip
 
 
-@torch.library.register_fake("gdn::decode_lowrank")
+@register_fake("gdn::decode_lowrank")
 def _(projected, conv_weight, conv_bias, A_log, dt_bias, norm_weight, conv_state, win_k, win_u,
       win_g, win_fill, num_k_heads, head_k_dim, state_indices=None, has_initial_state=None,
       cu_seqlens=None, num_accepted=None, scale=None, qk_l2norm=True, eps=1e-6,
