@@ -175,12 +175,20 @@ Tensor op_gated_rms_norm(const Tensor& x, const Tensor& gate, const Tensor& weig
   return y;
 }
 
+// The norm takes its rows from the packed projection one stride apart.
+Tensor even_tokens(const Tensor& t) {
+  const bool even =
+      t.dim() != 3 || t.size(0) <= 1 || t.size(1) <= 1 || t.stride(0) == t.size(1) * t.stride(1);
+  return even ? t : t.contiguous();
+}
+
 // Where the layer does not fit one launch: convolution and gates, then the recurrence or a window,
 // then the norm, through scratch of torch's own allocator.
 Tensor decode_common(const char* op, const DecodeTensors& given, Tensor* state, int64_t num_k_heads,
                      int64_t head_k_dim, const SeqTensors& seq, std::optional<double> scale,
                      bool qk_l2norm, double eps, const std::string& activation, bool conv_leading) {
-  const Tensor x = dense_channels(given.projected), weight = dense_weight(given.conv_weight);
+  const Tensor x = even_tokens(dense_channels(given.projected)),
+               weight = dense_weight(given.conv_weight);
   const Tensor norm_weight = dense_channels(given.norm_weight);
   const OptTensor bias = dense_channels(given.conv_bias);
   const DecodeTensors t{x,           weight,           bias,        given.A_log, given.dt_bias,
@@ -222,11 +230,6 @@ Tensor decode_common(const char* op, const DecodeTensors& given, Tensor* state, 
   n.s_x_head = n.s_gate_head = r.V;
   n.weight = d.norm_weight;
   n.eps = d.norm_eps;
-  // Tokens of the projection lie one stride apart when it is contiguous in its first two
-  // dimensions.
-  TORCH_CHECK(B <= 1 || T <= 1 || d.z.sb == T * d.z.st, op,
-              ": projected: expected [B, T] with one stride between tokens, got strides ",
-              x.strides());
   n.s_gate = T > 1 ? d.z.st : d.z.sb;
   launch(op, x, [&](void* stream) {
     if (r.window.fill)

@@ -215,6 +215,20 @@ def test_layer(device, g, shape, act, state):
         agree(device, ops.decode_lowrank, *head, *win, *tail, dtype=act)
 
 
+def test_tokens_of_a_layer_at_any_stride(device, g):
+    """A layer of several launches reads the gate of its norm out of the packed projection."""
+    B, T, H, HV, K, V = 2, 3, 1, 2, 32, 32
+    C = 2 * H * K + HV * V
+    D = C + HV * V + 2 * HV
+    w, norm = torch.randn(C, 4, generator=g), torch.randn(V, generator=g)
+    A_log, dt_bias = torch.rand(HV, generator=g), torch.randn(HV, generator=g)
+    conv, pool = torch.randn(B, C, 3, generator=g), torch.randn(B, HV, V, K, generator=g)
+    wide = torch.randn(B, 2 * T, D, generator=g)
+    tail = (H, K, None, None, None, None, None, True, 1e-6, "silu", False)
+    for x in (wide[:, ::2], wide[:, :T], wide[:1, :T].expand(B, T, D), wide[:, :1].expand(B, T, D)):
+        agree(device, ops.decode, x, w, None, A_log, dt_bias, norm, conv, pool, *tail)
+
+
 @pytest.mark.parametrize(
     "shape",
     [(0, 4, 1, 2, 32, 32, 16), (2, 0, 1, 2, 32, 32, 16), (1, 1, 1, 1, 1, 1, 64),
