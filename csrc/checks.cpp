@@ -558,21 +558,29 @@ ChunkBackwardArgs chunk_backward_args(const char* op, const at::Tensor& grad_o,
   a.forward = chunk_args(op, q, k, v, g, beta,
                          {initial_state, nullptr, none, none, none, cu_seqlens, none, nullptr},
                          scale, qk_l2norm, chunk_size);
-  const ChunkArgs& x = a.forward;
+  check_chunk_gradients(op, grad_o, grad_final_state, q, v, a.forward.seqs.N);
+  a.grad_out = activation_view(op, "grad_o", grad_o);
+  if (grad_final_state) {
+    TORCH_CHECK(grad_final_state->scalar_type() == at::kFloat, op,
+                ": grad_final_state: expected float32, got ", grad_final_state->scalar_type());
+    a.grad_state = states_of(*grad_final_state);  // only read, so it may be expanded
+  }
+  return a;
+}
+
+void check_chunk_gradients(const char* op, const at::Tensor& grad_o,
+                           const OptTensor& grad_final_state, const at::Tensor& q,
+                           const at::Tensor& v, int64_t N) {
+  check_given(op, "grad_o", grad_o);
   TORCH_CHECK(grad_o.sizes() == v.sizes(), op, ": grad_o: expected the shape of v, ", v.sizes(),
               ", got ", grad_o.sizes());
   check_device(op, "grad_o", grad_o, q);
-  a.grad_out = activation_view(op, "grad_o", grad_o);
-  if (grad_final_state) {
-    const at::Tensor& t = *grad_final_state;
-    const std::vector<int64_t> sizes{x.seqs.N, x.HV, x.V, x.K};
-    TORCH_CHECK(t.sizes() == at::IntArrayRef(sizes) && t.scalar_type() == at::kFloat, op,
-                ": grad_final_state: expected float32 of shape ", sizes, ", got ", t.scalar_type(),
-                " of shape ", t.sizes());
-    check_device(op, "grad_final_state", t, q);
-    a.grad_state = states_of(t);  // only read, so it may be expanded
-  }
-  return a;
+  if (!grad_final_state) return;
+  const at::Tensor& t = *grad_final_state;
+  const std::vector<int64_t> sizes{N, v.size(2), v.size(3), q.size(3)};
+  TORCH_CHECK(t.sizes() == at::IntArrayRef(sizes), op, ": grad_final_state: expected shape ", sizes,
+              ", got ", t.sizes());
+  check_device(op, "grad_final_state", t, q);
 }
 
 void check_chunk_values(const char* op, const ChunkArgs& c) {

@@ -72,6 +72,11 @@ ChunkBackwardArgs chunk_backward_args(const char* op, const at::Tensor& grad_o,
                                       const OptTensor& cu_seqlens, std::optional<double> scale,
                                       bool qk_l2norm, int64_t chunk_size);
 
+// What both forms of the backward ask of the gradients that they are given: `N` sequences.
+void check_chunk_gradients(const char* op, const at::Tensor& grad_o,
+                           const OptTensor& grad_final_state, const at::Tensor& q,
+                           const at::Tensor& v, int64_t N);
+
 // Host-readable metadata only: the rows of chunk_prefill exist.
 void check_chunk_values(const char* op, const ChunkArgs& c);
 

@@ -329,10 +329,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> chunk_backward_aten(
     const Tensor& grad_o, const OptTensor& grad_final_state, const Tensor& q, const Tensor& k,
     const Tensor& v, const Tensor& g, const Tensor& beta, const OptTensor& initial_state,
     const OptTensor& cu_seqlens, std::optional<double> scale, bool qk_l2norm, int64_t chunk_size) {
-  TORCH_CHECK(grad_o.sizes() == v.sizes(), "chunk_backward: grad_o: expected the shape of v, ",
-              v.sizes(), ", got ", grad_o.sizes());
   check_shapes(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm, chunk_size);
   const Layout x = layout_of(q, cu_seqlens, chunk_size);
+  check_chunk_gradients("chunk_backward", grad_o, grad_final_state, q, v, x.N);
   const int64_t H = q.size(2), HV = v.size(2), K = q.size(3), ratio = HV / H;
   auto as = [](const Tensor& t, const Tensor& like) {
     return t.to(like.scalar_type()).contiguous();

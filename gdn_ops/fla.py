@@ -46,6 +46,10 @@ def _check_keywords(op: str, keywords: dict) -> None:
             raise NotImplementedError(f"{op}: {name}={value!r} is not supported: {advice}")
 
 
+def _computed_in(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
 def _gates(op, q, v, g, beta, use_gate_in_kernel, A_log, dt_bias):
     if use_gate_in_kernel:
         if g is None or A_log is None:
@@ -55,9 +59,9 @@ def _gates(op, q, v, g, beta, use_gate_in_kernel, A_log, dt_bias):
     elif A_log is not None or dt_bias is not None:
         raise ValueError(f"{op}: A_log and dt_bias are only used with use_gate_in_kernel=True")
     if g is None:
-        g = v.new_zeros(v.shape[:3], dtype=torch.float32)
+        g = v.new_zeros(v.shape[:3], dtype=_computed_in(v))
     if beta is None:
-        beta = v.new_ones(v.shape[:3], dtype=torch.float32)
+        beta = v.new_ones(v.shape[:3], dtype=_computed_in(v))
     return g, beta
 
 
@@ -111,8 +115,7 @@ def chunk_gated_delta_rule(
     g, beta = _gates(op, q, v, g, beta, use_gate_in_kernel, A_log, dt_bias)
     v_first = transpose_state_layout or state_v_first
     if initial_state is not None:
-        if initial_state.dtype not in (torch.float32, torch.float64):
-            initial_state = initial_state.float()
+        initial_state = initial_state.to(_computed_in(q))
         if not v_first:
             initial_state = initial_state.transpose(2, 3)
     o, state = chunk(

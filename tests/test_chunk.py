@@ -880,6 +880,36 @@ def test_fla_names():
             f(q, k, v, g=g, beta=beta, A_log=A_log)
 
 
+@pytest.mark.parametrize("state_dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_fla_takes_states_of_any_dtype(dtype, state_dtype):
+    q, k, v, *_ = (x.to(dtype) for x in make_qkv(1, 20, 1, 2, 8, 8))
+    S = torch.randn(1, 2, 8, 8).to(state_dtype)
+    o, final = gdn_ops.chunk_gated_delta_rule(
+        q, k, v, initial_state=S, use_qk_l2norm_in_kernel=True, output_final_state=True
+    )
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    plain = (v.new_zeros(1, 20, 2, dtype=wide), v.new_ones(1, 20, 2, dtype=wide))
+    want, want_final = gdn_ops.chunk(q, k, v, *plain, S.to(wide).mT, qk_l2norm=True)
+    assert o.dtype == dtype and torch.equal(o, want)
+    assert final.dtype == wide and torch.equal(final, want_final.mT)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradients_of_another_shape_are_refused(dtype):
+    """Of float64 a gradient for three states where there is one was taken for the first's."""
+    args = [x.to(dtype) for x in make_qkv(1, 20, 1, 2, 8, 8)]
+    tail = (*args, None, None, None, True, 16)
+    grad_o, grad_final = torch.randn(1, 20, 2, 8, dtype=dtype), torch.randn(3, 2, 8, 8, dtype=dtype)
+    backward = torch.ops.gdn.chunk_backward.default
+    with pytest.raises(RuntimeError, match="chunk_backward: grad_final_state: expected shape"):
+        backward(grad_o, grad_final, *tail)
+    with pytest.raises(RuntimeError, match="chunk_backward: grad_o: expected the shape of v"):
+        backward(grad_o[:, 1:], None, *tail)
+    with torch.inference_mode(), pytest.raises(RuntimeError, match="grad_o: expected a tensor"):
+        backward(None, None, *tail)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_gradient_of_a_gradient_is_refused(dtype):
     """It came out as zero, with a warning of torch's: a gradient penalty lost the layer's share."""
