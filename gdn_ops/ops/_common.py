@@ -43,8 +43,8 @@ def _keep_offsets() -> None:
 
 
 def register_fake(op: str) -> Callable[[Callable], Callable]:
-    """Torch's ``register_fake``, for every op here: before the fake runs, what compiled code needs so
-    that a view of a pool stays the view it is (:func:`_keep_offsets`)."""
+    """Torch's ``register_fake``, for every op here: before the fake runs, what compiled code needs
+    so that a view of a pool stays the view it is (:func:`_keep_offsets`)."""
 
     def register(fake: Callable) -> Callable:
         @library.register_fake(op)
