@@ -114,3 +114,27 @@ def extreme(kind: str, T: int = 130, HV: int = 2) -> Tensor:
     elif kind == "all -inf":
         g.fill_(-math.inf)
     return g
+
+
+# --- what models of transformers are run on
+
+
+def tokens(batch: int, length: int, seed: int = 0) -> Tensor:
+    """Token ids, none of them 0, on the CPU."""
+    return torch.randint(1, 256, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def left_padded() -> tuple[Tensor, dict]:
+    """Three prompts, two of them padded on the left, and the options that say so."""
+    ids = tokens(3, 9)
+    mask = torch.ones_like(ids)
+    for row, pad in enumerate((0, 4, 7)):
+        ids[row, :pad], mask[row, :pad] = 0, 0
+    return ids, {"attention_mask": mask, "max_new_tokens": 16}
+
+
+@torch.no_grad()
+def generate(model, ids: Tensor, **options) -> Tensor:
+    """Greedy tokens, 64 new ones unless told otherwise."""
+    options = {"max_new_tokens": 64, "do_sample": False, "pad_token_id": 0} | options
+    return model.generate(ids, **options)

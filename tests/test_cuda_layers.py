@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from common import generate, left_padded, tokens
 
 from gdn_ops import nn as layers
 
@@ -74,25 +75,6 @@ def models(request):
     return model, copy.deepcopy(model)
 
 
-def generate(model, ids, **options):
-    options = {"max_new_tokens": 64, "do_sample": False, "pad_token_id": 0} | options
-    with torch.no_grad():
-        return model.generate(ids, **options)
-
-
-def tokens(batch, length):
-    ids = torch.randint(1, 256, (batch, length), generator=torch.Generator().manual_seed(0))
-    return ids.cuda()
-
-
-def left_padded():
-    ids = tokens(3, 9)
-    mask = torch.ones_like(ids)
-    for row, pad in enumerate((0, 4, 7)):
-        ids[row, :pad], mask[row, :pad] = 0, 0
-    return ids, {"attention_mask": mask, "max_new_tokens": 16}
-
-
 CALLS = {
     "batch 1": lambda: (tokens(1, 7), {}),
     "batch 5": lambda: (tokens(5, 7), {}),
@@ -115,6 +97,9 @@ def test_greedy_tokens_are_those_of_transformers(models, state_mode, window, cal
 
     plain, patched = models
     ids, options = CALLS[call]()
+    ids = ids.cuda()
+    if "attention_mask" in options:
+        options["attention_mask"] = options["attention_mask"].cuda()
     if state_mode == "lowrank" and ids.shape[1] + options.get("max_new_tokens", 64) > window:
         pytest.skip("more tokens than the window holds")
     gdn_ops.patch(patched, state_mode=state_mode, window=window)
@@ -127,7 +112,8 @@ def test_training_gives_the_gradients_of_transformers(models):
     grads = []
     for model in (models[0], gdn_ops.patch(copy.deepcopy(models[1]))):
         model = copy.deepcopy(model).train()
-        model(tokens(2, 70), labels=tokens(2, 70)).loss.backward()
+        ids = tokens(2, 70).cuda()
+        model(ids, labels=ids).loss.backward()
         grads.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
     assert grads[0].keys() == grads[1].keys()
     for name, want in grads[0].items():

@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+from common import generate, left_padded, tokens
 from torch._subclasses import FakeTensorMode
 
 transformers = pytest.importorskip(
@@ -58,10 +59,6 @@ def first_layer(model):
     return model.model.layers[0].linear_attn
 
 
-def tokens(batch: int, length: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(1, 256, (batch, length), generator=torch.Generator().manual_seed(seed))
-
-
 def hidden(batch: int, length: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(batch, length, 64, generator=torch.Generator().manual_seed(seed))
 
@@ -75,11 +72,6 @@ def run_split(layer, cache, x, lengths):
     parts = [layer(part, **{name: cache}) for part in x.split(lengths, dim=1)]
     state = cache.layers[0]
     return torch.cat(parts, dim=1), state.conv_states[0], state.recurrent_states[0]
-
-
-def generate(model, ids, **options):
-    options = {"max_new_tokens": 64, "do_sample": False, "pad_token_id": 0} | options
-    return model.generate(ids, **options)
 
 
 # --- generation, token for token
@@ -104,11 +96,7 @@ def test_beam_search(storage_pair):
 
 def test_left_padding(storage_pair):
     plain, patched = storage_pair
-    ids = tokens(3, 9)
-    mask = torch.ones_like(ids)
-    for row, pad in enumerate((0, 4, 7)):
-        ids[row, :pad], mask[row, :pad] = 0, 0
-    options = {"attention_mask": mask, "max_new_tokens": 16}
+    ids, options = left_padded()
     out = generate(patched, ids, **options)
     assert torch.equal(out, generate(plain, ids, **options))
     alone = generate(patched, ids[1:2, 4:], max_new_tokens=16)
