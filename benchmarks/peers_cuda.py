@@ -304,6 +304,9 @@ def layer_table(table, bandwidth, B, H, HV):
     )
     y = ops.short_conv(mixed, weight, None, pools[0])
     error = relative_error(y[:n], want)
+    if error > 1e-2:
+        print(f"short_conv update: out of tolerance {error}, not timed")
+        return
     seconds, spread = graph_time([partial(ops.short_conv, mixed, weight, None, p) for p in pools])
     report(table, "gdn_ops short_conv update", c, seconds, spread,
            (conv_bytes + 4 * B * C) / bandwidth, (error, None))  # fmt: skip

@@ -1,11 +1,13 @@
 """The command line: what each command prints, writes and returns."""
 
+import importlib.util
 import io
 import json
 import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -399,6 +401,16 @@ def test_scaled_error():
     tiny = want * 1e-6
     assert _timing.scaled_error((tiny * 1.01).float(), tiny, 1e-3, 1e-3) > 1
     assert _timing.scaled_error(torch.empty(0), torch.empty(0, dtype=torch.float64), 1, 1) == 0
+
+
+def test_a_device_that_gives_nan_is_not_timed():
+    path = Path(__file__).parent.parent / "benchmarks" / "cuda_timing.py"
+    spec = importlib.util.spec_from_file_location("cuda_timing", path)
+    cuda_timing = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(cuda_timing)
+    want = torch.tensor([1.0, -2.0])
+    assert cuda_timing.relative_error(want * 1.5, want) == 0.5
+    assert cuda_timing.relative_error(torch.tensor([1.0, float("nan")]), want) == float("inf")
 
 
 def test_families_are_found_by_name():
