@@ -87,6 +87,24 @@ def test_update(layout, L, act, state):
         assert torch.equal(page[~mask], before[~mask])
 
 
+@pytest.mark.parametrize("L", [3, 4])
+@pytest.mark.parametrize("layout", ["rows", "columns"])
+@pytest.mark.parametrize("act", ACTIVATIONS)
+def test_update_has_the_bits_of_prefill(act, layout, L):
+    """Token by token or all at once, and whatever the strides of the weight."""
+    C, T = 720, 6
+    x, weight = torch.randn(2, T, C).to(act), torch.randn(C, 4).to(act)
+    bias = torch.randn(C).to(act)
+    strided = weight.t().contiguous().t()
+    whole, steps, odd = (conv_pool(2, C, L, act, layout) for _ in range(3))
+    y = gdn_ops.short_conv(x, weight, bias, whole)
+    for t in range(T):
+        one = x[:, t : t + 1]
+        assert torch.equal(gdn_ops.short_conv(one, weight, bias, steps), y[:, t : t + 1])
+        assert torch.equal(gdn_ops.short_conv(one, strided, bias, odd), y[:, t : t + 1])
+    assert torch.equal(steps, whole) and torch.equal(odd, whole)
+
+
 @pytest.mark.parametrize("layout", ["rows", "columns"])
 @pytest.mark.parametrize("accepted", [1, 2, 3])
 def test_leading_speculative(accepted, layout):

@@ -12,10 +12,19 @@ constexpr int64_t kConvGroup = 16;   // sequences a task
 // Products of tokens (and taps) with channels below which a second thread costs more than it saves.
 constexpr int64_t kConvAlone = 16384;
 
+// An update in bfloat16 by products of pairs where the processor makes one a cycle: AVX512-BF16
+// without AMX is AMD's.
+#if GDN_SIMD_AVX512BF16 && !GDN_SIMD_AMX
+#define GDN_CONV_PAIRS 1
+#endif
+
 // Taps of a block of channels, time order: w[tap][channel], zero past the block.
 struct alignas(64) Taps {
   float w[kMaxConvWidth][kConvBlock];
   float bias[kConvBlock];
+#if GDN_CONV_PAIRS
+  uint32_t pairs[2][kConvBlock];  // of four in bfloat16; the older of two in the upper half
+#endif
 };
 
 // dst[j * dst_stride + c] = column j of channel c, for channels [0, n) and columns [0, columns).
@@ -61,6 +70,30 @@ static void store_columns(const float* src, int64_t src_stride, int64_t columns,
   }
 }
 
+#if GDN_CONV_PAIRS
+constexpr int kPairChannels = 2 * kLanes;  // the words of a register
+
+static bool has_pairs(const ConvArgs& a) {
+  return a.W == 4 && a.weight.dtype == DType::bf16 && a.weight.s0 == 4 && a.weight.s1 == 1;
+}
+// Words `lower` and `upper` of the 64 in two registers side by side.
+GDN_INLINE __m512i pick_pairs(__m512i a, __m512i b, I32 lower, I32 upper) {
+  return _mm512_permutex2var_epi16(a, (__m512i)(lower | upper << 16), b);
+}
+// Of whole registers of channels.
+static void load_pairs(const ConvArgs& a, int64_t c0, int64_t n, Taps& taps) {
+  const bf16_t* w = static_cast<const bf16_t*>(a.weight.ptr) + c0 * 4;
+  const I32 first = lane_numbers() * 4;
+  for (int64_t i = 0; i + kLanes <= n; i += kLanes) {
+    const __m512i front = _mm512_loadu_si512(w + i * 4), back = _mm512_loadu_si512(w + i * 4 + 32);
+    unrolled<2>(GDN_EACH(j) {
+      const I32 older = first + 2 * j;
+      _mm512_store_si512(taps.pairs[j] + i, pick_pairs(front, back, older + 1, older));
+    });
+  }
+}
+#endif
+
 static void load_taps(const ConvArgs& a, int64_t c0, int64_t n, Taps& taps) {
   const int64_t offset = c0 * a.weight.s0;
   float* dst = &taps.w[0][0];
@@ -83,6 +116,9 @@ static void load_taps(const ConvArgs& a, int64_t c0, int64_t n, Taps& taps) {
   } else {
     std::memset(taps.bias, 0, sizeof(float) * padded(n));
   }
+#if GDN_CONV_PAIRS
+  if (has_pairs(a)) load_pairs(a, c0, n, taps);
+#endif
 }
 
 // Which columns of a pool row are history, and what a call leaves there: column j of the new row is
@@ -183,6 +219,86 @@ GDN_INLINE void conv_update_vectors(const ConvArgs& a, const float* bias, const 
   }
 }
 
+#if GDN_CONV_PAIRS
+// Sums of 32 channels. A word stays a word, from the old columns to the new. Of a pair the
+// instruction adds the upper product first, and here that is the older one: the sums have the bits
+// of four multiply-adds (where none of them is subnormal, which the instruction takes as zero).
+template <int kColumns, ConvLayout layout>
+GDN_INLINE void conv_update_words(const ConvArgs& a, const float* bias, const uint32_t* pairs,
+                                  bf16_t* p, const bf16_t* token, F* acc) {
+  constexpr int words = kPairChannels;
+  const I32 c = lane_numbers();
+  const __m512i x = _mm512_loadu_si512(token);
+  __m512i front[2], back[2];  // the two older entries of 16 channels, and the two newer
+  if constexpr (layout == ConvLayout::columns) {
+    const int64_t s = a.state.s_l;
+    __m512i h[kColumns + 1];
+    unrolled<kColumns>(GDN_EACH(j) { h[j] = _mm512_loadu_si512(p + j * s); });
+    h[kColumns] = x;
+    unrolled<kColumns>(GDN_EACH(j) { _mm512_storeu_si512(p + j * s, h[j + 1]); });
+    unrolled<2>(GDN_EACH(i) {
+      const I32 older = c + i * kLanes, newer = older + words;
+      front[i] = pick_pairs(h[kColumns - 3], h[kColumns - 2], newer, older);
+      back[i] = pick_pairs(h[kColumns - 1], x, newer, older);
+    });
+  } else if constexpr (kColumns == 4) {
+    // Four words of a channel, one place on; its newest behind them.
+    __m512i h[4];
+    unrolled<4>(GDN_EACH(i) {
+      const __m512i moved = _mm512_srli_epi64(_mm512_loadu_si512(p + i * words), 16);
+      const I32 channel = c / 2 + i * 8;
+      h[i] = _mm512_mask_permutexvar_epi16(moved, 0x88888888u, (__m512i)(channel << 16), x);
+      _mm512_storeu_si512(p + i * words, h[i]);
+    });
+    unrolled<2>(GDN_EACH(i) {
+      front[i] = pick_pairs(h[2 * i], h[2 * i + 1], 4 * c + 1, 4 * c);
+      back[i] = pick_pairs(h[2 * i], h[2 * i + 1], 4 * c + 3, 4 * c + 2);
+    });
+  } else {
+    __m512i old[3], h[3];
+    unrolled<3>(GDN_EACH(i) { old[i] = _mm512_loadu_si512(p + i * words); });
+    unrolled<3>(GDN_EACH(i) {
+      // Word w of the rows is x[w / 3] where w % 3 is 2, else the word after it.
+      constexpr uint32_t newest = 0x92492492u >> (i == 0 ? 2 : i == 1 ? 1 : 0);
+      const __m512i moved = i < 2 ? _mm512_loadu_si512(p + i * words + 1)
+                                  : _mm512_maskz_loadu_epi16(0x7fffffffu, p + i * words + 1);
+      const I32 w = c * 2 + i * words;
+      h[i] = _mm512_mask_permutexvar_epi16(moved, newest, (__m512i)(w / 3 | (w + 1) / 3 << 16), x);
+    });
+    unrolled<2>(GDN_EACH(i) {
+      const I32 oldest = 3 * c + i * kLanes;
+      front[i] = pick_pairs(old[i], old[i + 1], oldest + 1, oldest);
+      back[i] = pick_pairs(h[i], h[i + 1], oldest + 2, oldest + 1);
+    });
+    unrolled<3>(GDN_EACH(i) { _mm512_storeu_si512(p + i * words, h[i]); });
+  }
+  unrolled<2>(GDN_EACH(i) {
+    const __m512bh first = (__m512bh)_mm512_loadu_si512(pairs + i * kLanes);
+    const __m512bh second = (__m512bh)_mm512_loadu_si512(pairs + kConvBlock + i * kLanes);
+    acc[i] = _mm512_dpbf16_ps(load(bias + i * kLanes), first, (__m512bh)front[i]);
+    acc[i] = _mm512_dpbf16_ps(acc[i], second, (__m512bh)back[i]);
+  });
+}
+
+// J registers of words.
+template <int J, int kColumns, ConvLayout layout, class YT>
+GDN_INLINE void conv_update_pairs(const ConvArgs& a, const float* bias, const uint32_t* pairs,
+                                  bf16_t* p, const bf16_t* token, YT* y) {
+  if constexpr (layout == ConvLayout::rows) {
+    const char* ahead = reinterpret_cast<const char*>(p) + kConvAhead;
+    unrolled<J * kColumns>(GDN_EACH(line) { prefetch(ahead + line * 64); });
+  }
+  F acc[2 * J];
+  unrolled<J>(GDN_EACH(j) {
+    constexpr int c = j * kPairChannels;
+    conv_update_words<kColumns, layout>(a, bias + c, pairs + c, p + c * a.state.s_c, token + c,
+                                        acc + 2 * j);
+  });
+  if (a.silu) silu<2 * J>(acc);
+  unrolled<J>(GDN_EACH(j) { store2(y + j * kPairChannels, acc[2 * j], acc[2 * j + 1]); });
+}
+#endif
+
 template <int kColumns, ConvLayout layout, class ST, class XT, class YT>
 static void conv_update(const ConvArgs& a, const Taps& taps, int64_t c_taps, int64_t n, ST* state,
                         const XT* token, YT* y) {
@@ -192,6 +308,22 @@ static void conv_update(const ConvArgs& a, const Taps& taps, int64_t c_taps, int
   // them less is 1 to 4 % of the time at 256 sequences.
   const int64_t s_bias = a.bias.ptr ? 1 : 0;
   int64_t i = 0;
+#if GDN_CONV_PAIRS
+  if constexpr (layout != ConvLayout::strided && std::is_same_v<ST, bf16_t> &&
+                std::is_same_v<XT, bf16_t>) {
+    auto pairs = [&](auto registers) {
+      constexpr int64_t step = registers * kPairChannels;
+      for (; i + step <= n; i += step) {
+        conv_update_pairs<registers, kColumns, layout>(
+            a, bias + i * s_bias, taps.pairs[0] + c_taps + i, state + i * s_c, token + i, y + i);
+      }
+    };
+    if (has_pairs(a)) {
+      pairs(std::integral_constant<int, 2>());
+      pairs(std::integral_constant<int, 1>());
+    }
+  }
+#endif
   for (; i + kConvVectors * kLanes <= n; i += kConvVectors * kLanes) {
     conv_update_vectors<kConvVectors, kColumns, layout>(a, bias + i * s_bias, w + i,
                                                         state + i * s_c, token + i, y + i);
