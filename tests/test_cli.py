@@ -468,6 +468,7 @@ def test_explore_says_when_the_machine_was_disturbed():
 
 def test_explore_prints_every_table_and_the_verdict(capsys, monkeypatch, tmp_path):
     """A tiny matrix: each table says what it is, and the projection follows from bytes alone."""
+    pytest.importorskip("matplotlib")
     monkeypatch.setattr(_timing, "WALK_BYTES", 2**22)
     plot = tmp_path / "explore.png"
     code, data = run_json(
