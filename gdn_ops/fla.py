@@ -50,7 +50,7 @@ def _computed_in(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _gates(op, q, v, g, beta, use_gate_in_kernel, A_log, dt_bias):
+def _gates(op, v, g, beta, use_gate_in_kernel, A_log, dt_bias):
     if use_gate_in_kernel:
         if g is None or A_log is None:
             raise ValueError(f"{op}: use_gate_in_kernel=True needs g (the raw gate) and A_log")
@@ -112,7 +112,7 @@ def chunk_gated_delta_rule(
     """
     op = "chunk_gated_delta_rule"
     _check_keywords(op, keywords)
-    g, beta = _gates(op, q, v, g, beta, use_gate_in_kernel, A_log, dt_bias)
+    g, beta = _gates(op, v, g, beta, use_gate_in_kernel, A_log, dt_bias)
     v_first = transpose_state_layout or state_v_first
     if initial_state is not None:
         initial_state = initial_state.to(_computed_in(q))
@@ -154,7 +154,7 @@ def fused_recurrent_gated_delta_rule(
     """
     op = "fused_recurrent_gated_delta_rule"
     _check_keywords(op, {"gk": gk, "gv": gv, **keywords})
-    g, beta = _gates(op, q, v, g, beta, use_gate_in_kernel, A_log, dt_bias)
+    g, beta = _gates(op, v, g, beta, use_gate_in_kernel, A_log, dt_bias)
     N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     v_first = transpose_state_layout or state_v_first
     HV, V, K = v.shape[2], v.shape[3], q.shape[3]

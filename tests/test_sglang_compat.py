@@ -249,6 +249,7 @@ def test_recurrence_refuses_by_name():
         {"lower_bound": -5.0}, {"match_cutedsl_decode": True}, {"retrieve_parent_token": one},
         {"cache_ring": True}, {"disable_state_update": True},
         {"intermediate_states_buffer": pool[:, None]},
+        *({f"replayssm_{what}": pool} for what in ("rawv", "rawk", "g", "beta")),
     ):  # fmt: skip
         name = next(iter(keyword)).removeprefix("softplus_")
         with pytest.raises(NotImplementedError, match=name):

@@ -138,9 +138,19 @@ def fused_sigmoid_gating_delta_rule_update(
         advice = "per-channel decay is another recurrence"
         refuse_given(op, advice, is_kda=is_kda or None, lower_bound=lower_bound,
                      match_cutedsl_decode=match_cutedsl_decode or None)  # fmt: skip
-    if cache_ring or retrieve_parent_token is not None:
+    if (
+        cache_ring
+        or retrieve_parent_token is not None
+        or replayssm_rawv is not None
+        or replayssm_rawk is not None
+        or replayssm_g is not None
+        or replayssm_beta is not None
+    ):
         refuse_given(op, _NO_TREES, retrieve_parent_token=retrieve_parent_token)
-        refuse(op, "cache_ring", cache_ring, _NO_REPLAY)
+        refuse_given(
+            op, _NO_REPLAY, cache_ring=cache_ring or None, replayssm_rawv=replayssm_rawv,
+            replayssm_rawk=replayssm_rawk, replayssm_g=replayssm_g, replayssm_beta=replayssm_beta,
+        )  # fmt: skip
     N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     indices = initial_state_indices
     if indices.shape[0] > N:
