@@ -59,11 +59,6 @@ Tensor scratch(const Tensor& like, size_t bytes) {
   return at::empty({static_cast<int64_t>(bytes)}, like.options().dtype(at::kByte));
 }
 
-void check_window(const char* op, const RecurrentArgs& a) {
-  const char* refusal = window_refusal(a);
-  TORCH_CHECK(!refusal, op, ": ", refusal, "; got K = ", a.K, ", R = ", a.window.R);
-}
-
 // `state` null: low-rank.
 Tensor run_window(const char* op, const Tensor& q, const Tensor& k, const Tensor& v,
                   const GateTensors& gates, const Tensor* state, const WindowTensors& window,
@@ -72,7 +67,6 @@ Tensor run_window(const char* op, const Tensor& q, const Tensor& k, const Tensor
   const c10::cuda::CUDAGuard guard(q.device());
   Tensor out = new_output(v, v.sizes());
   a.out = view_of(out, a.V);
-  check_window(op, a);
   const Tensor memory = scratch(q, window_workspace(a));
   WindowCall call;
   call.workspace = memory.data_ptr();
@@ -108,7 +102,6 @@ void window_flush_op(Tensor& state, Tensor& win_k, Tensor& win_u, Tensor& win_g,
   const WindowTensors window{win_k, win_u, win_g, win_fill};
   const RecurrentArgs a = window_args(op, &state, &window, win_fill, state_indices);
   const c10::cuda::CUDAGuard guard(state.device());
-  check_window(op, a);
   const Tensor memory = scratch(state, window_workspace(a));
   WindowCall call;
   call.flush = true;
@@ -337,7 +330,6 @@ Tensor run_decode(const char* op, const DecodeTensors& t, int64_t num_k_heads, i
     r.gates.g = view_of(front->g, 1);
     r.gates.beta = view_of(front->beta, 1);
   }
-  if (r.window.fill) check_window(op, r);
   if (front) launched(op, conv_gating(d.front, s));
   Tensor o = at::empty({B, T, r.HV, r.V}, t.projected.options());
   r.out = view_of(o, r.V);
@@ -348,7 +340,7 @@ Tensor run_decode(const char* op, const DecodeTensors& t, int64_t num_k_heads, i
     call.workspace = memory.data_ptr();
     call.early = !conv_inside;
     call.front = conv_inside ? &d.front : nullptr;
-    call.norm.on = norm_fits(r);
+    call.norm.on = window_takes_norm(r);
     call.norm.z = d.z;
     call.norm.y = view_of(y, r.V);
     call.norm.weight = d.norm_weight;

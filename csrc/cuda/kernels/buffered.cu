@@ -28,24 +28,17 @@ bool small_offsets(const RecurrentArgs& a) {
                        fits(a.V, a.v.sd)));
 }
 
-}  // namespace
-
-const char* window_refusal(const RecurrentArgs& a) {
-  if (a.K != 64 && a.K != 128 && a.K != 256) return "K: the CUDA kernels take K = 64, 128, 256";
-  if (a.state.ptr && !vector_state(a.state)) {
-    return "state: the CUDA kernels take a contiguous, 16-byte aligned key axis (layout "
-           "[P, HV, V, K])";
-  }
-  if (!vector_window(a.window)) return "win_k: the CUDA kernels take 16-byte aligned keys";
-  if (a.q.ptr && (!vector_view(a.q, 8) || !vector_view(a.k, 8))) {
-    return "q, k: the CUDA kernels take a contiguous, 16-byte aligned last axis";
-  }
-  if (!small_offsets(a)) return "strides: the CUDA kernels take offsets below 2^31 inside a row";
-  return nullptr;
+// Whether the fast kernels take a call; window_any.cuh takes the others.
+bool vectors_can(const RecurrentArgs& a) {
+  return (a.K == 64 || a.K == 128 || a.K == 256) && (!a.state.ptr || vector_state(a.state)) &&
+         vector_window(a.window) && (!a.q.ptr || (vector_view(a.q, 8) && vector_view(a.k, 8))) &&
+         small_offsets(a);
 }
 
+}  // namespace
+
 size_t window_workspace(const RecurrentArgs& a) {
-  if (!a.state.ptr) return 0;
+  if (!a.state.ptr || !vectors_can(a)) return 0;
   // Enough for groups of one token or of four (buffered_launch.cuh).
   const auto bytes = [&](auto ws) {
     return static_cast<size_t>(a.seqs.N) *
@@ -56,8 +49,13 @@ size_t window_workspace(const RecurrentArgs& a) {
   return one > many ? one : many;
 }
 
+bool window_takes_norm(const RecurrentArgs& a) {
+  return vectors_can(a) && a.V <= (a.K == 256 && a.state.ptr ? 64 : 128);
+}
+
 bool window_takes_conv(const ConvGatingArgs& front, const RecurrentArgs& a) {
-  if (!a.state.ptr || a.K != 128 || a.seqs.cu_seqlens.ptr || a.seqs.T != 1) return false;
+  if (!a.state.ptr || a.K != 128 || !vectors_can(a) || a.seqs.cu_seqlens.ptr || a.seqs.T != 1)
+    return false;
   if (!conv_fits(front, a)) return false;
   // Beside a f32 base it is slower than a launch of its own (docs/tried/cuda.md).
   return a.state.dtype == DType::bf16 ? usual_dtypes<bf16>(a)
@@ -66,6 +64,7 @@ bool window_takes_conv(const ConvGatingArgs& front, const RecurrentArgs& a) {
 
 cudaError_t recurrent_window(const RecurrentArgs& a, const WindowCall& call, cudaStream_t stream) {
   if (a.seqs.N == 0 || a.V == 0) return cudaSuccess;
+  if (!vectors_can(a)) return window_of_any_shape(a, call, stream);
   if (!a.state.ptr) return lowrank(a, call, stream);
   switch (a.state.dtype) {
     case DType::f32:

@@ -139,6 +139,9 @@ cudaError_t buffered_f32(const RecurrentArgs& a, const WindowCall& call, cudaStr
 cudaError_t buffered_bf16(const RecurrentArgs& a, const WindowCall& call, cudaStream_t stream);
 cudaError_t buffered_f16(const RecurrentArgs& a, const WindowCall& call, cudaStream_t stream);
 cudaError_t lowrank(const RecurrentArgs& a, const WindowCall& call, cudaStream_t stream);
+// For what those do not take; of the call it heeds `flush`.
+cudaError_t window_of_any_shape(const RecurrentArgs& a, const WindowCall& call,
+                                cudaStream_t stream);
 
 }  // namespace cuda
 }  // namespace gdn

@@ -284,6 +284,12 @@ __device__ __forceinline__ float entry_dots(const float (&y)[PER],
   return transpose_sum<2 * TG, 32>(x, lane);
 }
 
+__device__ __forceinline__ WindowCounts counts_after(const WindowPlan& plan, int R) {
+  const int total = plan.pending + plan.tokens;
+  const int drafts = plan.tokens > 256 ? 255 : plan.tokens > 0 ? plan.tokens - 1 : 0;
+  return {total > R ? R : total, drafts, total > R ? (plan.head + total - R) % R : plan.head};
+}
+
 // New keys, log decays and counts of a sequence, by one block that is the only reader left.
 template <int K>
 __device__ __forceinline__ void append_entries(const RecurrentArgs& a, const WindowPlan& plan,
@@ -333,11 +339,8 @@ __device__ __forceinline__ void append_entries(const RecurrentArgs& a, const Win
   }
   __syncthreads();
   if (threadIdx.x == 0) {
-    const int total = pending + plan.tokens;
-    const int drafts = plan.tokens > 256 ? 255 : plan.tokens > 0 ? plan.tokens - 1 : 0;
-    const WindowCounts after = {total > R ? R : total, drafts,
-                                total > R ? (head + total - R) % R : head};
-    *static_cast<volatile int32_t*>(w.fill + plan.row * w.s_fill) = pack_fill(after);
+    *static_cast<volatile int32_t*>(w.fill + plan.row * w.s_fill) =
+        pack_fill(counts_after(plan, R));
   }
 }
 
