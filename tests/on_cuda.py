@@ -13,7 +13,8 @@ from on_device import OnDevice, skip
 NOT_HERE = {
     "no kernel can raise: values are checked where the host can read them": (
         "raises_before_writing", "b7_invalid_metadata", "paged_ops_raise_before",
-        "errors_count_blocks", "rows_at_the_ends_of_their_type",
+        "errors_count_blocks", "rows_at_the_ends_of_their_type", "accepted_counts_out_of_range",
+        "speculation_needs_no_more_than_the_window", "win_fill: expected counts",
     ),
     "precision modes are the CPU's": ("fast",),
     "threads of the CPU": ("threads",),
@@ -24,7 +25,7 @@ NOT_HERE = {
     # docs/cuda.md: what a 16-bit call rounds on the way.
     "q, k, v and o are rounded between launches": tuple(
         f"test_decode.py::test_against_oracle[act{i}" for i in range(3, 9)
-    ),
+    ) + tuple(f"test_windows.py::test_decode_against_oracle[act{i}" for i in (1, 2)),
     "factors of 16 bits, see tests/test_cuda_chunk.py": (
         "test_chunk.py::test_head_dims[64-64]",
         "test_chunk.py::test_head_dims[128-128]",
@@ -40,5 +41,5 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True)
 def on_cuda():
-    with OnDevice(torch.device("cuda"), "the CUDA kernels take"):
+    with OnDevice(torch.device("cuda")):
         yield

@@ -436,6 +436,155 @@ def test_window_counts_survive_more_blocks_than_a_byte_counts():
     assert win[3].cpu().tolist() == [2, 2]
 
 
+@pytest.mark.parametrize("dtype,state_dtype", list(itertools.product(DTYPES, DTYPES)))
+def test_window_of_any_dtypes(dtype, state_dtype):
+    """Every dtype of keys and updates beside those of tokens and base, in the general kernel."""
+    B, T, H, HV, R, K, V = 2, 3, 2, 4, 5, 40, 36
+    for kd, ud, layout in itertools.product(DTYPES, DTYPES, ["vk", "kv"]):
+        state = pool(B, HV, V, K, state_dtype, layout)
+        device, want_state = state.cuda(), state.double()
+        win = window(B, H, HV, R, K, V, kd, ud)
+        want_win = [torch.zeros_like(x, device="cpu").double() for x in win[:3]]
+        want_win = (*want_win, torch.zeros(B, dtype=torch.int32))
+        coarse = max((dtype, state_dtype, kd, ud), key=lambda d: torch.finfo(d).eps)
+        for step in range(4):
+            args = inputs(B, T, H, HV, K, V, dtype, seed=step)
+            want, want_state, want_win = reference.recurrent_buffered(
+                *args, want_state, *want_win, qk_l2norm=True
+            )
+            o = ops.recurrent_buffered(*gpu(*args), device, *win, qk_l2norm=True)
+            close(f"o {step}", o, want, coarse, 3)
+            assert win[3].cpu().tolist() == want_win[3].tolist()
+        close("state", device, want_state, coarse, 3)
+
+
+def views(win, gap):
+    """The window inside larger tensors whose other elements are `gap` wide and all sevens."""
+    bases, inside = [], []
+    for x in win[:3]:
+        base = torch.full((*x.shape[:2], x.shape[2] + 1, *x.shape[3:]), 7.0, dtype=x.dtype)
+        base = torch.nn.functional.pad(base, (gap, gap), value=7.0).cuda()
+        view = base[:, :, 1:, gap:-gap] if x.dim() == 4 else base[:, :, gap + 1 : -gap]
+        bases.append(base)
+        inside.append(view.copy_(x))
+    return bases, [*inside, win[3].repeat_interleave(3)[::3]]
+
+
+@pytest.mark.parametrize("K,layout", [(128, "vk"), (128, "kv"), (64, "vk"), (96, "kv")])
+def test_strided_windows(K, layout):
+    """Views whose keys start off a vector, every other element of q, k, v: what a dense call gives,
+    and nothing beside the views is touched."""
+    B, H, HV, R, V = 3, 2, 6, 5, 40
+    index, has = torch.tensor([4, -1, 2]), torch.tensor([True, True, False])
+    state = pool(6, HV, V, K, layout=layout).cuda()
+    plain = window(6, H, HV, R, K, V, torch.float32, torch.bfloat16)
+    bases, mine = views(plain, 3)
+    low = window(6, H, HV, R, K, V, torch.float32, torch.bfloat16)
+    low_bases, my_low = views(low, 3)
+    dense = state.contiguous()
+    wide = torch.full((6, 2 * HV, *((V, K) if layout == "vk" else (K, V))), 7.0, device="cuda")
+    own = wide[:, ::2] if layout == "vk" else wide[:, ::2].transpose(2, 3)
+    own.copy_(state)
+    for step in range(8):
+        args = gpu(*inputs(B, 1 + step % 2, H, HV, K, V, torch.bfloat16, seed=step))
+        where = (index.cuda(), has.cuda() if step == 2 else None)
+        odd = [x.repeat_interleave(2, -1)[..., ::2] for x in args[:3]] + args[3:]
+        want = ops.recurrent_buffered(*args, dense, *plain, *where, qk_l2norm=True)
+        close("o", ops.recurrent_buffered(*odd, own, *mine, *where, qk_l2norm=True), want,
+              torch.bfloat16)  # fmt: skip
+        want = ops.recurrent_lowrank(*args, *low, *where, qk_l2norm=True)
+        close("low rank", ops.recurrent_lowrank(*odd, *my_low, *where, qk_l2norm=True), want,
+              torch.bfloat16)  # fmt: skip
+        for a, b in ((plain, mine), (low, my_low)):
+            counts = b[3].cpu()
+            same_window("window", b, [*(x.cpu() for x in a[:3]), counts], [4, 2], torch.bfloat16)
+            assert torch.equal(a[3].cpu(), counts)
+    for x, y in ((dense, plain), (own, mine)):
+        ops.window_flush(x, *y, index.cuda())
+    close("state", own, dense, torch.bfloat16)
+    assert (wide[:, 1::2] == 7).all()
+    for base, view in zip(bases + low_bases, mine[:3] + my_low[:3], strict=True):
+        view.fill_(7.0)
+        assert (base == 7).all()
+
+
+@pytest.mark.parametrize("K", [100, 128])
+def test_layouts_of_a_base_give_the_same_bits(K):
+    """In the general kernel, which K = 128 takes by keys that start off a vector."""
+    B, H, HV, R, V = 4, 2, 6, 5, 72
+    found = []
+    for layout in ("vk", "kv"):
+        state = pool(B, HV, V, K, torch.bfloat16).cuda()
+        if layout == "kv":
+            state = state.transpose(2, 3).contiguous().transpose(2, 3)
+        _, win = views(window(B, H, HV, R, K, V, torch.bfloat16, torch.float32), 1)
+        outs = [
+            ops.recurrent_buffered(*gpu(*inputs(B, T, H, HV, K, V, seed=T)), state, *win)
+            for T in (1, 3, 4, 2)
+        ]
+        ops.window_flush(state, *win)
+        found.append([*outs, state])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert torch.cat(found[0][:-1], 1).isfinite().all()
+
+
+def test_window_offsets_beyond_32_bits():
+    """Inside one row: entries 2^30 elements apart."""
+    H = HV = 1
+    R, K, V = 3, 128, 128
+    memory = torch.empty(2**31 + 2**17, dtype=torch.bfloat16, device="cuda")
+    far = memory.as_strided((1, 1, R, K), (2**30, 2**30, 2**30, 1))
+    near = torch.empty(1, 1, R, K, dtype=torch.bfloat16, device="cuda")
+    state = pool(1, HV, V, K)
+    for keys, updates in ((far, near), (near, far)):
+        win = [keys, updates, torch.empty(1, 1, R, device="cuda"),
+               torch.zeros(1, dtype=torch.int32, device="cuda")]  # fmt: skip
+        exact, device = state.double(), state.cuda()
+        for step in range(R + 2):
+            args = inputs(1, 1, H, HV, K, V, torch.bfloat16, seed=step)
+            want, exact = reference.recurrent(*args, exact, qk_l2norm=True)
+            o = ops.recurrent_buffered(*gpu(*args), device, *win, qk_l2norm=True)
+            close(f"o {step}", o, want, torch.bfloat16, 2)
+        ops.window_flush(device, *win)
+        close("state", device, exact, torch.bfloat16, 2)
+
+
+def test_window_batch_beyond_the_grid():
+    B, R, K, V = 66000, 2, 3, 2
+    win, low = (window(B, 1, 1, R, K, V, torch.float32, torch.float32) for _ in range(2))
+    state = torch.zeros(B, 1, V, K, device="cuda")
+    exact, want_low = state[-3:].cpu(), tuple(torch.zeros_like(x[-3:], device="cpu") for x in low)
+    for step in range(4):
+        args = inputs(B, 1, 1, 1, K, V, seed=step)
+        last = [x[-3:] for x in args]
+        o = ops.recurrent_buffered(*gpu(*args), state, *win)
+        want, exact = reference.recurrent(*last, exact)
+        close("o", o[-3:], want, torch.float32, 4)
+        o = ops.recurrent_lowrank(*gpu(*args), *low)
+        want, want_low = reference.recurrent_lowrank(*last, *want_low)
+        close("low rank", o[-3:], want, torch.float32, 4)
+    ops.window_flush(state, *win)
+    close("state", state[-3:], exact, torch.float32, 4)
+    assert (win[3] == 0).all() and torch.equal(low[3], torch.full_like(low[3], R + 65536 * (4 % R)))
+
+
+@pytest.mark.parametrize("K", [100, 128])
+def test_a_packed_sequence_longer_than_its_window_is_padding(K):
+    """Only the device knows its length: zeros, and nothing written."""
+    H, HV, R, V = 1, 3, 3, 40
+    cu = torch.tensor([0, 2, 6, 9], device="cuda")
+    state = pool(3, HV, V, K, layout="kv" if K == 128 else "vk").cuda()
+    win = window(3, H, HV, R, K, V, torch.float32, torch.float32)
+    before, args = state[1].clone(), gpu(*inputs(1, 9, H, HV, K, V))
+    alone = ops.recurrent_buffered(
+        *[x[:, 6:] for x in args], state[2:].clone(), *[x[2:].clone() for x in win]
+    )
+    o = ops.recurrent_buffered(*args, state, *win, cu_seqlens=cu)
+    assert (o[:, 2:6] == 0).all() and torch.equal(o[:, 6:], alone) and o[:, :2].ne(0).any()
+    assert win[3].tolist() == [2 + 256, 0, 3 + 2 * 256] and torch.equal(state[1], before)
+    assert win[0][1].isnan().all() and win[1][1].isnan().all() and win[2][1].isnan().all()
+
+
 @pytest.mark.parametrize("op", ["recurrent", "transposed", "buffered", "lowrank"])
 @pytest.mark.parametrize("state_dtype", DTYPES)
 def test_drift_over_2000_steps(state_dtype, op):
@@ -482,14 +631,15 @@ def test_drift_over_2000_steps(state_dtype, op):
 
 
 @pytest.mark.parametrize("op", ["recurrent", "buffered", "lowrank"])
-def test_same_bits_over_runs_and_neighbours(op):
+@pytest.mark.parametrize("K,V", [(128, 128), (100, 72)])
+def test_same_bits_over_runs_and_neighbours(K, V, op):
     B, H, HV, R = 32, 4, 12, 6
-    args = gpu(*inputs(B, 1, H, HV, 128, 128, torch.bfloat16))
-    start = pool(B, HV, 128, 128, torch.bfloat16).cuda()
+    args = gpu(*inputs(B, 1, H, HV, K, V, torch.bfloat16))
+    start = pool(B, HV, V, K, torch.bfloat16).cuda()
 
     def run(rows, steps=R + 3):
         state = start[rows].clone()
-        win = window(len(rows), H, HV, R, 128, 128, torch.bfloat16, torch.bfloat16)
+        win = window(len(rows), H, HV, R, K, V, torch.bfloat16, torch.bfloat16)
         mine = [x[rows] for x in args]
         outs = []
         for _ in range(steps):
@@ -662,6 +812,22 @@ def test_decode(T, K, V, dtype, layout):
     close("state", state_d, want_state, dtype, 2)
 
 
+@pytest.mark.parametrize("op", ["decode", "decode_buffered", "decode_lowrank"])
+@pytest.mark.parametrize("K,V", [(128, 128), (40, 24)])
+def test_every_other_column_of_a_projection(K, V, op):
+    H, HV, P, R = 2, 6, 3, 4
+    x = layer(P, 2, H, HV, K, V, torch.bfloat16)
+    wide = x["projected"].repeat_interleave(2, -1)
+    found = []
+    for projected in (x["projected"].cuda(), wide.cuda()[..., ::2]):
+        conv = torch.ones(P, 2 * H * K + HV * V, 3, device="cuda").bfloat16()
+        base = [] if op == "decode_lowrank" else [pool(P, HV, V, K).cuda()]
+        win = window(P, H, HV, R, K, V, torch.float32, torch.float32) if op != "decode" else []
+        args = [projected, *gpu(*list(x.values())[1:]), conv, *base, *win, H, K]
+        found.append(getattr(ops, op)(*args))
+    close("y", *found, torch.bfloat16)
+
+
 def test_decode_buffered_follows_decode():
     H, HV, K, V, P, B, R = 2, 6, 128, 128, 4, 3, 4
     index = torch.tensor([3, 0, 1], device="cuda")
@@ -680,17 +846,19 @@ def test_decode_buffered_follows_decode():
 
 
 @pytest.mark.parametrize("op,T", [("buffered", 1), ("buffered", 3), ("lowrank", 1), ("lowrank", 3)])
-@pytest.mark.parametrize("V", [128, 130])
-def test_decode_windows(V, op, T):
-    """Against the oracle, padding included; V = 130 takes the norm in a launch of its own."""
-    H, HV, K, P, B, R = 2, 6, 128, 5, 3, 4
+@pytest.mark.parametrize("K,V,layout", [(128, 128, "vk"), (128, 130, "vk"), (128, 128, "kv"),
+                                        (40, 24, "kv"), (100, 100, "vk")])  # fmt: skip
+def test_decode_windows(K, V, layout, op, T):
+    """Against the oracle, padding included; the norm is a launch of its own but for the first."""
+    H, HV, P, B, R = 2, 6, 5, 3, 4
     dtype = torch.bfloat16
     index = torch.tensor([3, -1, 1])
     conv = torch.randn(P, 2 * H * K + HV * V, 3, generator=torch.Generator().manual_seed(4))
     conv_d = conv.to(dtype).cuda()
     want_conv = conv.to(dtype).double()
-    state = pool(P, HV, V, K)
+    state = pool(P, HV, V, K, layout=layout)
     want_state, state_d = state.double(), state.cuda()
+    assert state_d.stride() == state.stride()
     win = window(P, H, HV, R, K, V, torch.float32, torch.float32)
     want_win = tuple(torch.zeros_like(x, device="cpu") for x in win)
     for step in range(7):
@@ -738,26 +906,40 @@ def test_convolution_inside_and_apart_give_the_same_bits(V, L, state_dtype):
     assert torch.cat(found[0][:5]).isfinite().all() and found[0][4].norm() > 0
 
 
-def test_capture_and_replay():
+@pytest.mark.parametrize("K,layout", [(128, "vk"), (128, "kv"), (100, "vk")])
+def test_capture_and_replay(K, layout):
     """A captured step, replayed with other rows, lengths and flags, equals the eager step."""
-    args = gpu(*inputs(4, 1, 2, 4, 128, 128, torch.bfloat16))
-    state = pool(8, 4, 128, 128).cuda()
-    win = window(8, 2, 4, 4, 128, 128, torch.float32, torch.float32)
+    args = gpu(*inputs(4, 1, 2, 4, K, 128, torch.bfloat16))
+    state = pool(8, 4, 128, K, layout=layout).cuda()
+    win = window(8, 2, 4, 4, K, 128, torch.float32, torch.float32)
+    low = window(8, 2, 4, 4, K, 128, torch.float32, torch.float32)
     index = torch.tensor([0, 1, 2, 3], device="cuda", dtype=torch.int32)
     keep = state.clone()
     ops.recurrent_buffered(*args, state, *win, index)
+    ops.recurrent_lowrank(*args, *low, index)
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
+    graph, flush = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         o = ops.recurrent_buffered(*args, state, *win, index)
+        o_low = ops.recurrent_lowrank(*args, *low, index)
+    with torch.cuda.graph(flush):
+        ops.window_flush(state, *win, index)
     state.copy_(keep)
     win[3].zero_()
+    low[3].zero_()
     index.copy_(torch.tensor([7, -1, 5, 2]))
     exact = keep.double().cpu()
+    entries = tuple(torch.zeros_like(x, device="cpu") for x in low)
     for _ in range(6):
         graph.replay()
-        want, exact = reference.recurrent(*[x.cpu() for x in args], exact, index.cpu())
+        host = [x.cpu() for x in args]
+        want, exact = reference.recurrent(*host, exact, index.cpu())
         close("o", o, want, torch.bfloat16)
+        want, entries = reference.recurrent_lowrank(*host, *entries, index.cpu())
+        close("o", o_low, want, torch.bfloat16)
+    flush.replay()
+    close("state", state, exact, torch.float32, 4)
+    assert win[3].tolist() == [0] * 8
 
 
 def test_other_stream():
@@ -779,11 +961,12 @@ def test_unbuilt_ops_are_refused_by_name():
 
 # With a device of its own an op has no host that reads indices, lengths and counts; what is left of
 # every invalid call of test_arguments.py, and a tensor on the CPU among the others.
+@pytest.mark.parametrize("K", [arguments.K, 64])  # of windows: the general kernel, the fast ones
 @pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
 @pytest.mark.parametrize("op", [op for op in arguments.OPS if op != "linear"])  # torch's product
-def test_every_invalid_call_raises_before_any_write(op, packed, monkeypatch):
-    monkeypatch.setattr(arguments, "K", 64)  # the windows take no smaller one
-    monkeypatch.setattr(arguments, "C", 2 * arguments.H * 64 + arguments.HV * arguments.V)
+def test_every_invalid_call_raises_before_any_write(op, packed, K, monkeypatch):
+    monkeypatch.setattr(arguments, "K", K)
+    monkeypatch.setattr(arguments, "C", 2 * arguments.H * K + arguments.HV * arguments.V)
     call = getattr(gdn_ops, op)
     torch.manual_seed(0)
     args = arguments.on("cuda", arguments.valid(op, packed))
@@ -800,36 +983,3 @@ def test_every_invalid_call_raises_before_any_write(op, packed, monkeypatch):
     assert not wrong, "\n".join(wrong)
     torch.cuda.synchronize()  # no error that a later call would find
     assert all(map(torch.equal, valid_call(), before))
-
-
-WINDOWED = ["recurrent_buffered", "window_flush", "decode_buffered"]
-
-
-@pytest.mark.parametrize(
-    "op,name,what,message",
-    [
-        *((op, "K", 32, "K: .* K = 64, 128, 256; got K = 32, R = 5")
-          for op in [*WINDOWED, "recurrent_lowrank", "decode_lowrank"]),
-        *((op, "state", "transposed", "state: .* contiguous, 16-byte aligned key axis")
-          for op in WINDOWED),
-        *((op, "win_k", "off a vector", "win_k: .* 16-byte aligned keys") for op in WINDOWED),
-        ("recurrent_buffered", "q", "every other", "q, k: .* contiguous, 16-byte aligned last"),
-    ],
-)  # fmt: skip
-def test_what_only_these_kernels_refuse(op, name, what, message, monkeypatch):
-    size = 32 if name == "K" else 64
-    monkeypatch.setattr(arguments, "K", size)
-    monkeypatch.setattr(arguments, "C", 2 * arguments.H * size + arguments.HV * arguments.V)
-    args = arguments.on("cuda", arguments.valid(op, False))
-    if what == "transposed":
-        args[name] = args[name].transpose(2, 3).contiguous().transpose(2, 3)
-    elif what == "off a vector":
-        x = args[name]
-        args[name] = x.new_empty(x.numel() + 1)[1:].view(x.shape).copy_(x)
-    elif what == "every other":
-        args[name] = args[name].repeat_interleave(2, -1)[..., ::2]
-    before = {n: arguments.bits(x).clone() for n, x in args.items() if isinstance(x, torch.Tensor)}
-    with pytest.raises(RuntimeError, match=f"^{op}: {message}"):
-        getattr(gdn_ops, op)(**args)
-    torch.cuda.synchronize()
-    assert all(torch.equal(x, arguments.bits(args[n])) for n, x in before.items())

@@ -15,11 +15,12 @@ __device__ __forceinline__ float gated_norm(float x, float sum_sq, int V, float 
   return y * z * sigmoid(z);
 }
 
-// PER_LANE > 0: a row is 32 * PER_LANE elements, contiguous and aligned to four of them.
+// PER_LANE > 0: a row is 32 * PER_LANE elements, contiguous and aligned to four of them; else those
+// of the gate are `step` apart.
 // QUIET: a row of zeros gives zeros whatever the gate holds (padding rows of the fused decode).
 template <class XT, class GT, int PER_LANE, bool QUIET>
-__device__ __forceinline__ void norm_row(const NormArgs& a, const XT* px, const GT* pg, XT* py,
-                                         int lane) {
+__device__ __forceinline__ void norm_row(const NormArgs& a, const XT* px, const GT* pg,
+                                         int64_t step, XT* py, int lane) {
   const int V = static_cast<int>(a.V);
   if constexpr (PER_LANE > 0) {
     RawVec<XT, 4> raw_x[PER_LANE / 4];
@@ -59,7 +60,7 @@ __device__ __forceinline__ void norm_row(const NormArgs& a, const XT* px, const 
     sum = lane_sum(sum);
     for (int c = lane; c < V; c += 32) {
       const float y = gated_norm(to_float(px[c]), sum, V, a.eps, load_param(a.weight, c),
-                                 a.weight.dtype, to_float(pg[c]), a.dtype);
+                                 a.weight.dtype, to_float(pg[c * step]), a.dtype);
       py[c] = from_float<XT>(QUIET && sum == 0.f ? 0.f : y);
     }
   }
@@ -78,7 +79,7 @@ __global__ void __launch_bounds__(128) norm_rows(const __grid_constant__ NormArg
     }
     norm_row<XT, GT, PER_LANE, false>(
         a, static_cast<const XT*>(a.x) + token * a.s_x + head * a.s_x_head,
-        static_cast<const GT*>(a.gate) + token * a.s_gate + head * a.s_gate_head,
+        static_cast<const GT*>(a.gate) + token * a.s_gate + head * a.s_gate_head, 1,
         static_cast<XT*>(a.y) + row * a.V, threadIdx.x & 31);
   }
 }
@@ -97,7 +98,7 @@ __global__ void __launch_bounds__(128)
     const int64_t b = steps == 1 ? token : token / steps, t = token - b * steps;
     const int64_t row = (token * HV + hv) * a.V;
     norm_row<T, T, 0, true>(a, static_cast<const T*>(a.x) + row,
-                            static_cast<const T*>(gate.ptr) + offset_of(gate, b, t, hv),
+                            static_cast<const T*>(gate.ptr) + offset_of(gate, b, t, hv), gate.sd,
                             static_cast<T*>(a.y) + row, lane);
   }
 }
