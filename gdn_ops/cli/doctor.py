@@ -34,7 +34,14 @@ PACKAGES = (
     ("pytest", "8", "the tests"),
 )
 INSTALL = "pip install --no-build-isolation ."
-ENVIRONMENT = ("GDN_CPU_ISA", "GDN_PRECISION", "GDN_BACKEND", "OMP_NUM_THREADS")
+ENVIRONMENT = (
+    "GDN_CPU_ISA",
+    "GDN_PRECISION",
+    "GDN_BACKEND",
+    "GDN_OPS_VLLM",
+    "GDN_OPS_SGLANG",
+    "OMP_NUM_THREADS",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
