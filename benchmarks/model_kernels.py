@@ -140,24 +140,41 @@ def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _rotate_plain(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    turned, kept = x[..., : 2 * cos.numel()].float(), x[..., 2 * cos.numel() :]
+    """x [B, T, heads, D] by the angles [T, D/2 or less] of its tokens."""
+    half = cos.shape[1]
+    cos, sin = cos[:, None], sin[:, None]
+    turned, kept = x[..., : 2 * half].float(), x[..., 2 * half :]
     a, b = turned.chunk(2, dim=-1)
     turned = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
     return torch.cat([turned.to(x.dtype), kept], -1)
 
 
 def attention_plain(projected, q_weight, k_weight, cos, sin, keys, values, position):
-    """Attention of one token a sequence to a ring of keys; q | gate | k | v are its inputs."""
-    B, KH, _, D = keys.shape
+    """Attention of T tokens a sequence to a ring of keys; q | gate | k | v are its inputs.
+
+    The ring is full: a token sees all of it but the places of the call's later tokens, and the
+    call's own tokens take the places of the oldest, from ``position[b]`` on.
+    """
+    B, KH, L, D = keys.shape
+    T = cos.shape[0]
     QH = projected.shape[1] // (2 * D) - KH
+    G = QH // KH
     q, gate, k, v = projected.split([QH * D, QH * D, KH * D, KH * D], -1)
-    q = _rotate_plain(norm_plain(q.view(B, QH, D), q_weight), cos, sin)
-    k = _rotate_plain(norm_plain(k.view(B, KH, D), k_weight), cos, sin)
-    keys.index_copy_(2, position, k[:, :, None])
-    values.index_copy_(2, position, v.view(B, KH, 1, D))
-    # The query heads of a key head are rows of one product.
-    o = F.scaled_dot_product_attention(q.view(B, KH, QH // KH, D), keys, values)
-    return o.reshape(B, QH * D) * torch.sigmoid(gate.float()).to(o.dtype)
+    q = _rotate_plain(norm_plain(q.view(B, T, QH, D), q_weight), cos, sin)
+    k = _rotate_plain(norm_plain(k.view(B, T, KH, D), k_weight), cos, sin)
+    step = torch.arange(T, device=keys.device)
+    place = (position[:, None] + step) % L
+    row = torch.arange(B, device=keys.device)[:, None]
+    keys[row, :, place] = k
+    values[row, :, place] = v.view(B, T, KH, D)
+    age = (torch.arange(L, device=keys.device) - position[:, None]) % L
+    seen = (age[:, None] >= T) | (age[:, None] <= step[:, None])
+    # The tokens and query heads of a key head are rows of one product.
+    q = q.view(B, T, KH, G, D).transpose(1, 2).reshape(B, KH, T * G, D)
+    seen = seen[:, None, :, None].expand(B, 1, T, G, L).reshape(B, 1, T * G, L)
+    o = F.scaled_dot_product_attention(q, keys, values, attn_mask=seen)
+    o = o.view(B, KH, T, G, D).transpose(1, 2).reshape(B * T, QH * D)
+    return o * torch.sigmoid(gate.float()).to(o.dtype)
 
 
 @triton.jit
@@ -179,33 +196,49 @@ def _normed(x, weight, cos, sin, base, at, rotated: tl.constexpr):
 
 @triton.jit
 def _attend(projected, q_weight, k_weight, cos, sin, keys, values, position, out, width,
-            L: tl.constexpr, QH: tl.constexpr, KH: tl.constexpr, D: tl.constexpr,
+            L: tl.constexpr, T: tl.constexpr, QH: tl.constexpr, KH: tl.constexpr, D: tl.constexpr,
             ROT: tl.constexpr, M: tl.constexpr, N: tl.constexpr):  # fmt: skip
-    """One program a (sequence, key head): its query heads are the rows of the products."""
+    """One program a (sequence, key head): its tokens' query heads are the rows of the products."""
     b, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     G: tl.constexpr = QH // KH
     dtype: tl.constexpr = projected.dtype.element_ty
     at = tl.arange(0, D)[None, :]
-    row = projected + b * width
-    head = h * G + tl.minimum(tl.arange(0, M), G - 1)[:, None]
-    one = tl.zeros((1, 1), tl.int32)
-    q = _normed(row, q_weight, cos, sin, head * D, at, ROT)
-    k = _normed(row + (2 * QH + h) * D, k_weight, cos, sin, one, at, ROT)
-    v = tl.load(row + (2 * QH + KH + h) * D + at)
-    new = tl.load(position).to(tl.int32)
+    m = tl.minimum(tl.arange(0, M), T * G - 1)
+    token = m // G
+    head = h * G + m % G
+    angle = (token * (ROT // 2))[:, None]
+    first = b * T * width
+    q_at = first + (token * width + head * D)[:, None]
+    q = _normed(projected, q_weight, cos + angle, sin + angle, q_at, at, ROT)
+    new = tl.load(position + b).to(tl.int32)
     base = (b * KH + h) * L * D
-    tl.store(keys + base + new * D + at, k)
-    tl.store(values + base + new * D + at, v)
-    # The new token from registers: what this program has just stored is not read back.
     scale: tl.constexpr = 1.4426950408889634 / D**0.5
-    top = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1) * scale
-    total = tl.full((M,), 1.0, tl.float32)
-    acc = tl.zeros((M, D), tl.float32) + v.to(tl.float32)
+    # The new tokens from registers: what this program has just stored is not read back.
+    top = tl.full((M,), float("-inf"), tl.float32)
+    total = tl.zeros((M,), tl.float32)
+    acc = tl.zeros((M, D), tl.float32)
+    one = tl.zeros((1, 1), tl.int32)
+    for t in tl.static_range(T):
+        row = projected + first + t * width
+        turn = t * (ROT // 2)
+        k = _normed(row + (2 * QH + h) * D, k_weight, cos + turn, sin + turn, one, at, ROT)
+        v = tl.load(row + (2 * QH + KH + h) * D + at)
+        place = base + ((new + t) % L) * D + at
+        tl.store(keys + place, k)
+        tl.store(values + place, v)
+        score = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1) * scale
+        score = tl.where(token >= t, score, float("-inf"))
+        above = tl.maximum(top, score)  # finite: every row sees the first token
+        p = tl.exp2(score - above)
+        shrink = tl.exp2(top - above)
+        total = total * shrink + p
+        acc = acc * shrink[:, None] + p[:, None] * v.to(tl.float32)
+        top = above
     for start in tl.range(0, L, N):
         entry = start + tl.arange(0, N)
         here = base + entry[:, None] * D + at
         score = tl.dot(q, tl.load(keys + here).T) * scale
-        score = tl.where((entry == new)[None, :], float("-inf"), score)
+        score = tl.where(((entry - new + L) % L < T)[None, :], float("-inf"), score)
         above = tl.maximum(top, tl.max(score, 1))
         p = tl.exp2(score - above[:, None])
         shrink = tl.exp2(top - above)
@@ -213,10 +246,11 @@ def _attend(projected, q_weight, k_weight, cos, sin, keys, values, position, out
         acc = tl.dot(p.to(dtype), tl.load(values + here), acc * shrink[:, None])
         top = above
     o = (acc / total[:, None]).to(dtype).to(tl.float32)
-    gate = tl.load(row + QH * D + head * D + at).to(tl.float32)
+    gate = tl.load(projected + q_at + QH * D + at).to(tl.float32)
     o *= (1 / (1 + tl.exp(-gate))).to(dtype).to(tl.float32)
-    live = tl.arange(0, M)[:, None] < G
-    tl.store(out + b * QH * D + head * D + at, o.to(dtype), mask=live)
+    live = tl.arange(0, M)[:, None] < T * G
+    to = ((b * T + token) * QH + head)[:, None] * D + at
+    tl.store(out + to, o.to(dtype), mask=live)
 
 
 ENTRIES = 32  # of the cache that are read at once
@@ -224,14 +258,16 @@ ENTRIES = 32  # of the cache that are read at once
 
 def attention(projected, q_weight, k_weight, cos, sin, keys, values, position):
     B, KH, L, D = keys.shape
+    T, half = cos.shape
     if L % ENTRIES:
         raise ValueError(f"attention: expected a context that is a multiple of {ENTRIES}, got {L}")
     width = projected.shape[1]
     QH = width // (2 * D) - KH
-    out = torch.empty(B, QH * D, dtype=projected.dtype, device=projected.device)
+    rows = max(16, triton.next_power_of_2(T * QH // KH))
+    out = torch.empty(B * T, QH * D, dtype=projected.dtype, device=projected.device)
     _attend[(B, KH)](
         projected, q_weight, k_weight, cos, sin, keys, values, position, out, width,
-        L, QH, KH, D, 2 * cos.numel(), 16, ENTRIES, num_warps=4, num_stages=2,
+        L, T, QH, KH, D, 2 * half, rows, ENTRIES, num_warps=4, num_stages=2,
     )  # fmt: skip
     return out
 
@@ -265,14 +301,15 @@ def check(hidden: int, inter: int, device: str, B: int = 5, L: int = 64) -> None
     want, want_scale = quantize_plain(x)
     _close("quantize", y.float() * scale, want.float() * want_scale, 1e-3)
     QH, KH, D, ROT = 24, 4, 256, 64
-    projected = randn(B, 2 * (QH + KH) * D)
-    angle = torch.rand(ROT // 2, device=device)
-    position = torch.tensor([L // 3], device=device)
-    caches = [randn(B, KH, L, D) for _ in range(2)]
-    weights = [torch.rand(D, device=device) for _ in range(2)]
-    plain = [c.clone() for c in caches]
-    got = attention(projected, *weights, angle.cos(), angle.sin(), *caches, position)
-    want = attention_plain(projected, *weights, angle.cos(), angle.sin(), *plain, position)
-    _close("attention", got, want, 8e-3)
-    for a, b in zip(caches, plain, strict=True):
-        _close("attention cache", a, b, 2e-3)
+    for T in (1, 4):
+        projected = randn(B * T, 2 * (QH + KH) * D)
+        angle = torch.rand(T, ROT // 2, device=device)
+        position = (torch.arange(B, device=device) * (L // 3) - 2) % L  # some run over the end
+        caches = [randn(B, KH, L, D) for _ in range(2)]
+        weights = [torch.rand(D, device=device) for _ in range(2)]
+        plain = [c.clone() for c in caches]
+        got = attention(projected, *weights, angle.cos(), angle.sin(), *caches, position)
+        want = attention_plain(projected, *weights, angle.cos(), angle.sin(), *plain, position)
+        _close(f"attention of {T}", got, want, 8e-3)
+        for a, b in zip(caches, plain, strict=True):
+            _close(f"attention cache of {T}", a, b, 2e-3)
