@@ -226,13 +226,13 @@ def _attend(projected, q_weight, k_weight, cos, sin, keys, values, position, out
         place = base + ((new + t) % L) * D + at
         tl.store(keys + place, k)
         tl.store(values + place, v)
-        score = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1) * scale
-        score = tl.where(token >= t, score, float("-inf"))
-        above = tl.maximum(top, score)  # finite: every row sees the first token
-        p = tl.exp2(score - above)
+        own = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1) * scale
+        own = tl.where(token >= t, own, float("-inf"))
+        above = tl.maximum(top, own)  # finite: every row sees the first token
+        weight = tl.exp2(own - above)
         shrink = tl.exp2(top - above)
-        total = total * shrink + p
-        acc = acc * shrink[:, None] + p[:, None] * v.to(tl.float32)
+        total = total * shrink + weight
+        acc = acc * shrink[:, None] + weight[:, None] * v.to(tl.float32)
         top = above
     for start in tl.range(0, L, N):
         entry = start + tl.arange(0, N)

@@ -303,6 +303,26 @@ def test_verify_restores_the_precision(capsys):
         gdn_ops.set_precision("exact")
 
 
+def test_a_device_that_is_not_there_is_named(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(gdn_ops.xpu_twin, "available", lambda: False)
+    for device, says in (("cuda", "--device cuda: "), ("xpu-twin", "GDN_BACKEND=xpu-twin")):
+        assert main(["verify", "--device", device]) == 2
+        assert says in capsys.readouterr().err
+    assert main(["verify", "--lowrank", "--device", "cuda"]) == 2
+    assert "--device has no use in --lowrank" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA device")
+def test_verify_on_cuda(capsys):
+    from gdn_ops.cli._cases import CASES
+
+    code, data = run_json(capsys, "verify", "--device", "cuda")
+    assert code == 0, [r for r in data["rows"] if not r["ok"]]
+    assert data["machine"]["device"] == torch.cuda.get_device_name()
+    assert {r["op"] for r in data["rows"]} == set(CASES)
+
+
 def test_every_public_op_is_verified():
     from gdn_ops.cli._cases import CASES
 

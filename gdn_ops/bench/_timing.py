@@ -76,8 +76,8 @@ class Candidate:
     fields: dict[str, Any] = field(default_factory=dict)
 
 
-def machine() -> dict[str, Any]:
-    """What a figure must be read with."""
+def machine(device: str = "cpu") -> dict[str, Any]:
+    """What a figure must be read with; ``device`` where the ops did not run on the CPU."""
     name = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -90,7 +90,11 @@ def machine() -> dict[str, Any]:
         "torch": torch.__version__,
         "precision": torch.ops.gdn.get_precision(),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
-    }
+    } | ({} if device == "cpu" else {"device": _device_name(device)})
+
+
+def _device_name(device: str) -> str:
+    return torch.cuda.get_device_name() if device == "cuda" else f"{device}, on the host"
 
 
 def in_mode(mode: str, call: Callable) -> Callable:
@@ -256,11 +260,32 @@ def rounded_error(actual: Tensor, expected: Tensor, magnitude: Tensor, K: int) -
     """
     if not expected.numel():
         return 0.0
-    stored = 0.0 if actual.dtype == torch.float32 else torch.finfo(actual.dtype).eps / 2
-    limit = stored * expected.abs() + 2**-6 * K**-0.5 * magnitude
-    difference = (actual.double() - expected).abs()
+    limit = _stored(actual) * expected.abs() + 2**-6 * K**-0.5 * magnitude
+    return _over(actual, expected, limit)
+
+
+def column_error(actual: Tensor, expected: Tensor, along: int, factors: torch.dtype) -> float:
+    """Largest error of chunks whose factors are of a 16-bit dtype, over its limit.
+
+    Beside the rounding of what is stored, two units of ``factors`` of the largest value ``along``
+    that dimension, which runs down a column of V: on a device such factors have one scale a column.
+    NaN counts as infinite.
+    """
+    if not expected.numel():
+        return 0.0
+    largest = expected.abs().amax(along, keepdim=True)
+    limit = _stored(actual) * expected.abs() + 2 * torch.finfo(factors).eps * largest
+    return _over(actual, expected, limit)
+
+
+def _stored(x: Tensor) -> float:
+    """Relative error of storing a value in x's dtype."""
+    return 0.0 if x.dtype == torch.float32 else torch.finfo(x.dtype).eps / 2
+
+
+def _over(actual: Tensor, expected: Tensor, limit: Tensor) -> float:
     # Where nothing was ever added there is nothing to be off by.
-    worst = float((difference / limit.clamp(min=1e-300)).max())
+    worst = float(((actual.double() - expected).abs() / limit.clamp(min=1e-300)).max())
     return worst if worst == worst else float("inf")
 
 

@@ -12,6 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from gdn_ops import xpu_twin
 from gdn_ops.cli._output import UsageError
 
 
@@ -57,6 +60,30 @@ def new_file(text: str) -> str:
 
 SEED = whole(0, 2**62)
 MODES = ("exact", "fast", "auto")
+DEVICES = ("cpu", "cuda", "xpu-twin")
+
+
+def device(name: str) -> torch.device:
+    """The device behind a name of :data:`DEVICES`.
+
+    Raises:
+        UsageError: this build or this machine does not have it.
+    """
+    if name == "xpu-twin":
+        if not xpu_twin.available():
+            raise UsageError(
+                "--device xpu-twin: built without it; rebuild with GDN_BACKEND=xpu-twin"
+            )
+        return xpu_twin.device()
+    if name == "cuda":
+        if not torch._C._dispatch_has_kernel_for_dispatch_key("gdn::recurrent", "CUDA"):
+            raise UsageError(
+                "--device cuda: this build has no kernels for it; rebuild with GDN_BACKEND=cuda "
+                "(NVIDIA) or GDN_BACKEND=xpu (Kunlun, whose torch calls its device cuda)"
+            )
+        if not torch.cuda.is_available():
+            raise UsageError("--device cuda: torch sees no such device")
+    return torch.device(name)
 
 
 def items(text: str | None, what: str, convert: Callable[[str], Any]) -> tuple:

@@ -303,3 +303,7 @@ STATELESS = {
     "gating", "short_conv", "conv1d", "conv_gating", "gated_rms_norm", "linear",
     "recurrent_lowrank", "decode_lowrank", "chunk", "chunk_lowrank",
 }  # fmt: skip
+# Ops of several launches on a device, which hand each other 16-bit activations rounded.
+FUSED = {"decode", "decode_buffered", "decode_lowrank"}
+# Of the tensors of chunked ops, the dimension that runs down a column of V.
+COLUMNS = {"output": 1, "final state": -1, "state": -1, "window": -2}

@@ -21,7 +21,7 @@ import torch
 
 from gdn_ops.cli import _arguments
 from gdn_ops.cli._output import Output, UsageError
-from gdn_ops.cli.verify import FAST_FACTOR
+from gdn_ops.cli.verify import ROUNDED_FACTOR
 
 HELP = "the matrix of implementations, states, precisions and batches; what bounds the layer"
 # Peers are compiled at these batch sizes only: each compile takes longer than all its timing.
@@ -167,7 +167,7 @@ def matrix_rows(plan: Plan, options) -> list[dict]:
         for batch in plan.batches:
             for dtype, mode in plan.settings():
                 gdn_ops.set_precision(mode)
-                options.slack = 1.0 if mode == "exact" else FAST_FACTOR
+                options.slack = 1.0 if mode == "exact" else ROUNDED_FACTOR
                 among = plan.windows_beside(dtype)
                 for R in among:
                     options.case += 1

@@ -6,6 +6,12 @@ tolerance (above 1.0 fails, and the status is 1). Where a mode rounds the operan
 error is measured by the norms of what is summed (``reference.chunk_magnitudes``). Calls include a
 padding row, a fresh row, and pool rows that no sequence names.
 
+With ``--device`` the same calls run on another device, their results compared on the host. A call
+that its kernels refuse by name (``docs/cuda.md``, ``docs/xpu.md``) is a row without errors. What a
+device rounds more than the CPU, which keeps float32 in between, is judged by tolerances that allow
+for it: operands of 16 bits in chunked products, and q, k, v and o between the launches of a fused
+step.
+
 ``--lowrank`` compares nothing with a tolerance: it says what windows of R = 8, 16, 32, 64 entries
 would cost a model, as the relative error of each Gated DeltaNet layer's output on the activations
 that the full-rank model gives that layer.
@@ -14,6 +20,8 @@ that the full-rank model gives that layer.
 from __future__ import annotations
 
 import argparse
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,14 +33,19 @@ HELP = "every op against float64, errors by dtype and precision"
 
 # (H, HV, K, V): the model's heads in small, and sizes that leave tails in every vector width.
 SHAPES = ((2, 6, 128, 128), (3, 3, 100, 81))
-# A mode other than exact may round a 16-bit state's products once more.
-FAST_FACTOR = 4.0
+# What is rounded once more than a stored result: products of a 16-bit state in a mode other than
+# exact, the steps of a fused call on a device.
+ROUNDED_FACTOR = 4.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     from gdn_ops.cli._cases import CASES
 
     parser.add_argument("ops", nargs="*", metavar="OP", help=f"default: all of {', '.join(CASES)}")
+    parser.add_argument(
+        "--device", choices=_arguments.DEVICES, default="cpu",
+        help="where the ops run (cpu); the device of a Kunlun build is cuda, too",
+    )  # fmt: skip
     parser.add_argument("--dtype", help="activation dtypes, like f32,bf16 (default: all three)")
     parser.add_argument("--state", help="state dtypes, like f32,bf16 (default: all three)")
     parser.add_argument(
@@ -81,6 +94,8 @@ def _settings(args: argparse.Namespace, op: str):
     from gdn_ops.cli._cases import ROUNDED, STATELESS
 
     modes = _arguments.items(args.precision, "precision", _arguments.mode)
+    if args.device != "cpu":
+        modes = modes or ("exact",)  # the others change what the CPU does
     states = _dtypes(args.state, "state")
     for activation in _dtypes(args.dtype, "dtype"):
         rounded = op in ROUNDED and activation == "bf16"
@@ -92,44 +107,92 @@ def _settings(args: argparse.Namespace, op: str):
             yield activation, state, modes or (("exact",) if one else _arguments.MODES)
 
 
-def _row(op: str, activation: str, state: str | None, mode: str, seed: int) -> list[dict]:
+def _moved(args: argparse.Namespace) -> AbstractContextManager:
+    """What moves the calls of our ops to the device that was asked for."""
+    from gdn_ops._on_device import OnDevice
+
+    device = _arguments.device(args.device)
+    return nullcontext() if device.type == "cpu" else OnDevice(device)
+
+
+def _where(machine: dict) -> str:
+    device = machine.get("device", f"{machine['cpu']}, {machine['isa']}")
+    return f"{device}, torch {machine['torch']}"
+
+
+class Kind(NamedTuple):
+    """What the comparisons of a row have in common."""
+
+    op: str
+    activation: str
+    state: str | None
+    mode: str
+    device: str
+
+    def errors(self, what: str, got: Tensor, want: Tensor, K: int, magnitude: Tensor | None):
+        """Errors of one tensor, judged by what was rounded on the way to it."""
+        from gdn_ops.bench._timing import DTYPES, TOLERANCE, column_error, rounded_error
+        from gdn_ops.cli._cases import COLUMNS, FOLD, FUSED
+
+        rtol, atol = TOLERANCE[got.dtype]
+        of_state = TOLERANCE[DTYPES[self.state or "f32"]]
+        activation = DTYPES[self.activation]
+        if what.endswith(FOLD):
+            # A sum over K of rounded elements: the worst of thousands is 4 sigma.
+            rtol, atol = rtol + 2 * of_state[0], atol + 2 * of_state[1]
+        on_device, factor = self.device != "cpu", 1.0
+        if self.mode != "exact" and self.state not in (None, "f32"):
+            # Products may be in the dtype of the state, whatever the output is.
+            factor, (rtol, atol) = ROUNDED_FACTOR, map(max, (rtol, atol), of_state)
+        if on_device and self.op in FUSED:
+            # The pools see q, k and v in the dtype of the activations; the norm scales errors of
+            # small outputs up.
+            factor = ROUNDED_FACTOR if self.activation == "f32" else ROUNDED_FACTOR**2
+            rtol, atol = map(max, (rtol, atol), TOLERANCE[activation])
+        found = compare(got, want, factor * rtol, factor * atol)
+        if magnitude is not None and self.activation != "f32":
+            if on_device:
+                found["of_tolerance"] = column_error(got, want, COLUMNS[what], activation)
+            elif self.mode != "exact" and self.activation == "bf16":
+                found["of_tolerance"] = rounded_error(got, want, magnitude, K)
+        return found
+
+
+def _rows(kind: Kind, seed: int, moved: AbstractContextManager) -> tuple[list[dict], list[dict]]:
+    """The rows of one kind, ``moved`` around the calls, and the calls that a device refused."""
     import gdn_ops
-    from gdn_ops.bench._timing import DTYPES, TOLERANCE, rounded_error
-    from gdn_ops.cli._cases import CASES, FOLD, Setting
+    from gdn_ops._on_device import refused
+    from gdn_ops.bench._timing import DTYPES
+    from gdn_ops.cli._cases import CASES, Setting
 
     worst: dict[str, dict] = {}
+    left_out = []
     before = gdn_ops.get_precision()
-    gdn_ops.set_precision(mode)
+    gdn_ops.set_precision(kind.mode)
+    state = DTYPES[kind.state or "f32"]
     try:
-        for H, HV, K, V in SHAPES:
-            state_dtype = DTYPES[state or "f32"]
-            setting = Setting(H, HV, K, V, DTYPES[activation], state_dtype, seed)
-            for case in CASES[op]:
-                for what, got, want, *magnitude in case(setting):
-                    rtol, atol = TOLERANCE[got.dtype]
-                    if what.endswith(FOLD):
-                        # A sum over K of rounded elements: the worst of thousands is 4 sigma.
-                        rtol, atol = (
-                            own + 2 * more
-                            for own, more in zip((rtol, atol), TOLERANCE[state_dtype], strict=True)
-                        )
-                    factor = 1.0
-                    if mode != "exact" and state not in (None, "f32"):
-                        # Products may be in the dtype of the state, whatever the output is.
-                        factor = FAST_FACTOR
-                        rtol, atol = map(max, (rtol, atol), TOLERANCE[state_dtype])
-                    errors = compare(got, want, factor * rtol, factor * atol)
-                    if mode != "exact" and activation == "bf16" and magnitude:
-                        errors["of_tolerance"] = rounded_error(got, want, *magnitude, K)
-                    kept = worst.setdefault(what, errors)
-                    worst[what] = {k: max(kept[k], errors[k]) for k in errors}
+        for shape in SHAPES:
+            setting = Setting(*shape, DTYPES[kind.activation], state, seed)
+            for case in CASES[kind.op]:
+                try:
+                    with moved:
+                        for what, got, want, *magnitude in case(setting):
+                            errors = kind.errors(what, got, want, setting.K, *(magnitude or [None]))
+                            kept = worst.setdefault(what, errors)
+                            worst[what] = {k: max(kept[k], errors[k]) for k in errors}
+                except RuntimeError as error:
+                    if not refused(error):
+                        raise
+                    why = str(error).splitlines()[0]
+                    left_out.append({**kind._asdict(), "shape": shape, "why": why})
     finally:
         gdn_ops.set_precision(before)
-    common = {"op": op, "dtype": activation, "state": state, "precision": mode}
+    common = {"op": kind.op, "dtype": kind.activation, "state": kind.state}
+    common |= {"precision": kind.mode}
     return [
         {**common, "tensor": what, **errors, "ok": errors["of_tolerance"] <= 1}
         for what, errors in worst.items()
-    ]
+    ], left_out
 
 
 # What the last tenth of a run may be off by, in roundings to the coarsest dtype in it.
@@ -143,16 +206,16 @@ def _drift(args: argparse.Namespace, out: Output) -> tuple[int, dict]:
 
     activations = {n: DTYPES[n] for n in _dtypes(args.dtype, "dtype")}
     states = {n: DTYPES[n] for n in _dtypes(args.state, "state")}
-    with out.progress("drift") as status, torch.no_grad():
+    with out.progress("drift") as status, torch.no_grad(), _moved(args):
         found = rows(args.drift, activations, states, args.seed, status)
     for r in found:
         unit = max(torch.finfo(DTYPES[d]).eps for d in (r["dtype"], r["state"]))
         r["roundings"] = r["last"] / unit
         r["ok"] = r["roundings"] <= DRIFT_ROUNDINGS
-    machine = bench.machine()
+    machine = bench.machine(args.device)
     out.table(
         f"drift over {args.drift} steps against float64, RMS relative to the output's, "
-        f"{machine['cpu']}, {machine['isa']}, torch {machine['torch']}",
+        f"{_where(machine)}",
         ["mode", "dtype", "state", "first tenth", "last tenth", "largest", "verdict"],
         [
             [
@@ -197,9 +260,9 @@ def _lowrank(args: argparse.Namespace, out: Output) -> tuple[int, dict]:
 # Options that one kind of run takes, beside those of all.
 COMPARISON = "a comparison of ops"
 TAKES = {
-    "--drift": ("dtype", "state"),
+    "--drift": ("device", "dtype", "state"),
     "--lowrank": ("model", "text", "tokens"),
-    COMPARISON: ("ops", "dtype", "state", "precision"),
+    COMPARISON: ("ops", "device", "dtype", "state", "precision"),
 }
 
 
@@ -209,7 +272,7 @@ def _no_idle_options(args: argparse.Namespace) -> None:
         raise UsageError("--drift and --lowrank are two runs: give one of them")
     kind = "--drift" if args.drift is not None else "--lowrank" if args.lowrank else COMPARISON
     for name in sorted({n for names in TAKES.values() for n in names} - set(TAKES[kind])):
-        if getattr(args, name):
+        if getattr(args, name) not in (None, [], "cpu"):
             raise UsageError(f"{'OP' if name == 'ops' else f'--{name}'} has no use in {kind}")
 
 
@@ -226,17 +289,23 @@ def run(args: argparse.Namespace, out: Output) -> tuple[int, dict]:
     unknown = [op for op in args.ops if op not in CASES]
     if unknown:
         raise UsageError(f"no op {unknown[0]!r} to verify; there are: {', '.join(CASES)}")
-    plan = {op: list(_settings(args, op)) for op in args.ops or CASES}
+    kinds = [
+        Kind(op, activation, state, mode, args.device)
+        for op in args.ops or CASES
+        for activation, state, modes in _settings(args, op)
+        for mode in modes
+    ]
+    moved = _moved(args)
     rows: list[dict] = []
-    with out.progress("verify") as status, torch.no_grad():
-        for op, settings in plan.items():
-            for activation, state, modes in settings:
-                for mode in modes:
-                    status(f"{op} {activation} state {state or '-'} {mode}")
-                    rows += _row(op, activation, state, mode, args.seed)
-    machine = bench.machine()
+    left_out: list[dict] = []
+    with out.progress("verify", total=len(kinds)) as status, torch.no_grad():
+        for kind in kinds:
+            status(f"{kind.op} {kind.activation} state {kind.state or '-'} {kind.mode}")
+            found, not_done = _rows(kind, args.seed, moved)
+            rows, left_out = rows + found, left_out + not_done
+    machine = bench.machine(args.device)
     out.table(
-        f"errors against float64, {machine['cpu']}, {machine['isa']}, torch {machine['torch']}",
+        f"errors against float64, {_where(machine)}",
         ["op", "tensor", "dtype", "state", "precision", "max abs", "rel L2", "of tol.", "verdict"],
         [
             [
@@ -249,6 +318,8 @@ def run(args: argparse.Namespace, out: Output) -> tuple[int, dict]:
             for r in rows
         ],
     )
+    for op, shape, why in sorted({(r["op"], r["shape"], r["why"]) for r in left_out}):
+        out.console.print(f"refused: {op}, H, HV, K, V = {shape}: {why}", markup=False)
     failed = [r for r in rows if not r["ok"]]
     out.console.print(f"{len(rows) - len(failed)} of {len(rows)} comparisons within tolerance")
-    return int(bool(failed)), {"machine": machine, "rows": rows}
+    return int(bool(failed)), {"machine": machine, "rows": rows, "refused": left_out}

@@ -40,5 +40,5 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True)
 def on_twin():
-    with OnDevice(xpu_twin.device(), "the XPU"):
+    with OnDevice(xpu_twin.device()):
         yield
