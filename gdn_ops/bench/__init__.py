@@ -3,9 +3,10 @@
 
 A family is a module here whose name does not start with an underscore. It has ``TITLE`` (a line for
 ``gdn-ops bench --list``) and ``run(options) -> list[dict]``, which builds its cases and hands each
-to :func:`gdn_ops.bench._timing.measure`; rows reach ``options.emit`` as they are made. A family
-that counts instead of timing (an accelerator's host twin, ``gdn-ops bench --device``) has
-``records() -> list[dict]`` in its place.
+to :func:`gdn_ops.bench._timing.measure`; rows reach ``options.emit`` as they are made. Buffers are
+made on torch's default device, unless the family says ``ON_DEVICE = False``. A family that counts
+instead of timing (an accelerator's host twin, ``gdn-ops bench --device``) has ``records() ->
+list[dict]`` in its place.
 """
 
 from __future__ import annotations

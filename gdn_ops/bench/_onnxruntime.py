@@ -27,6 +27,8 @@ def session(feeds: dict[str, Tensor], outputs: dict[str, Tensor], H: int, HV: in
     Raises:
         Unusable: a package is missing, or this onnxruntime refuses the operator.
     """
+    if not all(t.is_cpu for t in feeds.values()):
+        raise Unusable("timed on the CPU only")
     try:
         import numpy  # noqa: F401 - for bind()
         import onnxruntime as ort

@@ -21,6 +21,8 @@ from gdn_ops.bench._timing import (
     TOLERANCE,
     Candidate,
     Options,
+    column_error,
+    generator,
     in_mode,
     keep_freed_memory,
     measure,
@@ -46,7 +48,7 @@ def useful_flops(tokens: int, H: int, HV: int) -> float:
 
 class Inputs:
     def __init__(self, N: int, T: int, H: int, HV: int, dtype: torch.dtype, seed: int):
-        gen = torch.Generator().manual_seed(seed)
+        gen = generator(seed)
         total = N * T
         self.N, self.T, self.H, self.HV = N, T, H, HV
         unit = [torch.randn(1, total, H, K, generator=gen) for _ in range(2)]
@@ -69,7 +71,10 @@ class Inputs:
     def error(
         self, o: Tensor, final: Tensor, out_dtype: torch.dtype, rounded: bool = False
     ) -> float:
-        """Against the oracle on the first and last sequence, one key head and its value heads."""
+        """Against the oracle on the first and last sequence, one key head and its value heads.
+
+        ``rounded``: products may take operands of ``out_dtype``.
+        """
         ratio, worst = self.HV // self.H, 0.0
         for n in sorted({0, self.N - 1}):
             h = n % self.H
@@ -80,7 +85,12 @@ class Inputs:
             )  # fmt: skip
             want_o, want_s = reference.chunk(*part)
             got_o, got_s = o[:, rows, heads], final[n : n + 1, heads]
-            if rounded:
+            if rounded and not o.is_cpu:
+                errors = (
+                    column_error(got_o, want_o, 1, out_dtype),
+                    column_error(got_s, want_s, -1, out_dtype),
+                )
+            elif rounded:
                 of_o, of_rows = reference.chunk_magnitudes(*part)
                 errors = (
                     rounded_error(got_o, want_o, of_o, K),
@@ -99,7 +109,8 @@ def ours(x: Inputs, mode: str) -> Candidate:
     op = torch.ops.gdn.chunk.default
     call = in_mode(mode, lambda i: op(x.q, x.k, x.v, x.g, x.beta, x.state, x.cu))
     name = "gdn_ops" if mode == "exact" else f"gdn_ops {mode}"
-    return Candidate(name, call, lambda: x.error(*call(0), x.q.dtype, mode != "exact"))
+    rounded = mode != "exact" if x.q.is_cpu else x.q.dtype != torch.float32
+    return Candidate(name, call, lambda: x.error(*call(0), x.q.dtype, rounded))
 
 
 def matmul(dtype: torch.dtype) -> Candidate:
@@ -111,6 +122,8 @@ def matmul(dtype: torch.dtype) -> Candidate:
 def vllm_peer(x: Inputs) -> Candidate:
     """The op of vLLM's CPU engine (and of sglang, whose text it is)."""
     name = "vLLM chunk_gated_delta_rule_cpu"
+    if not x.q.is_cpu:
+        return Candidate(name, skipped="timed on the CPU only")
     try:
         import vllm._C  # noqa: F401 - registers the op
         from vllm import __version__ as version
@@ -214,7 +227,7 @@ def _training(x: Inputs, options: Options) -> list[dict]:
         return [t.detach().clone().requires_grad_() for t in tensors]
 
     q, k, v, g, beta = leaves(x.q, x.k, x.v, x.g, x.beta)
-    weight = torch.randn(x.v.shape, generator=torch.Generator().manual_seed(1))
+    weight = torch.randn(x.v.shape, generator=generator(1))
 
     def step(run, inputs: list[Tensor]) -> list[Tensor]:
         return list(torch.autograd.grad((run(*inputs)[0] * weight).sum(), inputs))
@@ -261,7 +274,7 @@ def run(options: Options) -> list[dict]:
             for dtype in options.dtypes or (torch.float32, torch.bfloat16):
                 x = Inputs(N, T, H, HV, dtype, options.seed)
                 candidates = [ours(x, "exact")]
-                if dtype == torch.bfloat16:
+                if dtype == torch.bfloat16 and x.q.is_cpu:
                     candidates.append(ours(x, "fast"))
                 candidates.append(matmul(dtype))
                 if options.peers and dtype == torch.float32:

@@ -19,6 +19,7 @@ from gdn_ops.bench._timing import (
     Candidate,
     Options,
     buffers,
+    generator,
     keep_freed_memory,
     measure,
     nbytes,
@@ -35,7 +36,7 @@ TOKENS = (1, 16, 256, 4096)
 
 def conv_rows(heads: tuple[int, int], batch: int, dtype: torch.dtype, options: Options):
     C = 2 * heads[0] * K + heads[1] * V
-    gen = torch.Generator().manual_seed(options.seed)
+    gen = generator(options.seed)
     x = torch.randn(batch, 1, C, generator=gen).to(dtype)
     weight = torch.randn(C, W, generator=gen).to(dtype)
     rows = torch.arange(batch, dtype=torch.int32)
@@ -103,7 +104,7 @@ def _conv_peers(x, weight, wide, check, compiled: bool) -> list[Candidate]:
 
 def gating_rows(heads: tuple[int, int], tokens: int, dtype: torch.dtype, options: Options):
     HV = heads[1]
-    gen = torch.Generator().manual_seed(options.seed)
+    gen = generator(options.seed)
     a, b = (torch.randn(1, tokens, HV, generator=gen).to(dtype) for _ in range(2))
     A_log, dt_bias = torch.rand(HV, generator=gen), torch.randn(HV, generator=gen)
     want = reference.gating(a, b, A_log, dt_bias)

@@ -16,11 +16,13 @@ from torch import Tensor
 
 from gdn_ops import reference
 from gdn_ops.bench._timing import (
+    ROUNDED_FACTOR,
     SHORT,
     TOLERANCE,
     Candidate,
     Options,
     buffers,
+    generator,
     keep_freed_memory,
     measure,
     nbytes,
@@ -39,7 +41,7 @@ class Step:
     """Inputs of a decode step: the packed projection and the parameters of a layer."""
 
     def __init__(self, B: int, H: int, HV: int, dtype: torch.dtype, seed: int):
-        gen = torch.Generator().manual_seed(seed)
+        gen = generator(seed)
 
         def randn(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=gen)
@@ -73,7 +75,7 @@ def case_rows(heads: tuple[int, int], B: int, state_dtype: torch.dtype, options:
     H, HV = heads
     x = Step(B, H, HV, torch.bfloat16, options.seed)
     size = B * HV * V * K * torch.empty((), dtype=state_dtype).element_size()
-    gen = torch.Generator().manual_seed(options.seed)
+    gen = generator(options.seed)
     first = (0.05 * torch.randn(B, HV, V, K, generator=gen)).to(state_dtype)
     pools = buffers(size, lambda _: first.clone(), hot=False)
     mixed, z, b, a = x.projected.split([x.C, HV * V, HV, HV], -1)
@@ -108,10 +110,13 @@ def case_rows(heads: tuple[int, int], B: int, state_dtype: torch.dtype, options:
             reference.decode, x.conv_state.clone(), pools[0].clone()
         )
         y = fused(0)
+        of_y, of_state = TOLERANCE[torch.bfloat16], TOLERANCE[state_dtype]
+        if not y.is_cpu:  # its launches hand each other q, k, v and o rounded
+            of_y = of_state = tuple(ROUNDED_FACTOR**2 * t for t in of_y)
         return max(
-            scaled_error(y, want, *TOLERANCE[torch.bfloat16]),
+            scaled_error(y, want, *of_y),
             scaled_error(x.conv_state, want_conv, *TOLERANCE[torch.bfloat16]),
-            scaled_error(pools[0], want_state, *TOLERANCE[state_dtype]),
+            scaled_error(pools[0], want_state, *of_state),
         )
 
     def check_chain() -> float:

@@ -25,6 +25,7 @@ from gdn_ops.bench._timing import (
 )
 
 TITLE = "whole patched layer of Qwen3.5 against transformers, eager and compiled"
+ON_DEVICE = False  # benchmarks/layer_cuda.py
 HIDDEN = 256
 HEADS = (16, 48)
 BATCHES = (1, 16)

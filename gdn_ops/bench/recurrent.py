@@ -21,6 +21,7 @@ from gdn_ops.bench._timing import (
     Candidate,
     Options,
     buffers,
+    generator,
     in_mode,
     keep_freed_memory,
     measure,
@@ -41,7 +42,7 @@ class Inputs:
     """Activations of one step, like a trained model's: q, k of any length, g < 0, 0 < beta < 1."""
 
     def __init__(self, B: int, H: int, HV: int, dtype: torch.dtype, seed: int, T: int = 1):
-        gen = torch.Generator().manual_seed(seed)
+        gen = generator(seed)
         self.q = torch.randn(B, T, H, K, generator=gen).to(dtype)
         self.k = torch.randn(B, T, H, K, generator=gen).to(dtype)
         self.v = torch.randn(B, T, HV, V, generator=gen).to(dtype)
@@ -63,7 +64,7 @@ class Inputs:
 
 def fill_pool(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
     """A pool of states of the size that decoding settles at; every row is different."""
-    gen = torch.Generator().manual_seed(seed)
+    gen = generator(seed)
     row = torch.randn(shape[1:], generator=gen) * 0.05
     pool = torch.empty(shape, dtype=dtype)
     for p in range(shape[0]):
@@ -157,6 +158,17 @@ def einsum(inputs: Inputs, pools: list[Tensor], compiled: bool = False) -> Candi
     return Candidate(name, call, check, note="q, k normalised and repeated beforehand")
 
 
+def _groups_heads(fallback: Callable) -> bool:
+    """Whether transformers' function takes fewer key heads than value heads (5.17 does not)."""
+    one, two = torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 2, 2)
+    state = torch.zeros(1, 2, 2, 2)
+    try:
+        fallback(one, one, two, g=two[..., 0], beta=two[..., 0], initial_state=state)
+    except RuntimeError:
+        return False
+    return True
+
+
 def transformers_peer(inputs: Inputs, pools: list[Tensor], compiled: bool) -> Candidate:
     name = "transformers compiled" if compiled else "transformers eager"
     try:
@@ -166,8 +178,11 @@ def transformers_peer(inputs: Inputs, pools: list[Tensor], compiled: bool) -> Ca
     fallback = modeling.torch_recurrent_gated_delta_rule
     fallback = getattr(fallback, "__wrapped__", fallback)
     x = inputs
+    ratio = 1 if _groups_heads(fallback) else x.v.shape[2] // x.q.shape[2]
 
     def step(q, k, v, g, beta, S):
+        if ratio > 1:
+            q, k = (t.repeat_interleave(ratio, 2) for t in (q, k))
         return fallback(
             q, k, v, g=g, beta=beta, initial_state=S, output_final_state=True,
             use_qk_l2norm_in_kernel=True,
@@ -234,7 +249,7 @@ def case_rows(
     size = B * HV * V * K * torch.empty((), dtype=dtype).element_size()
     pools = buffers(size, lambda i: fill_pool(shape, dtype, options.seed + i), hot)
     candidates = [ours(inputs, pools, layout)]
-    has_fast = torch.ops.gdn.cpu_isa() in ("avx512bf16", "amx")
+    has_fast = pools[0].is_cpu and torch.ops.gdn.cpu_isa() in ("avx512bf16", "amx")
     if layout == "VK" and dtype == torch.bfloat16 and has_fast:
         candidates.append(ours_fast(inputs, pools))
     if peers:

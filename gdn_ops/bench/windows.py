@@ -17,6 +17,7 @@ from gdn_ops.bench._timing import (
     Candidate,
     Options,
     buffers,
+    generator,
     keep_freed_memory,
     measure,
     scaled_error,
@@ -54,7 +55,7 @@ def bytes_per_token(
 
 
 def make_windows(B: int, H: int, HV: int, count: int, full: bool, T: int, seed: int, R: int = R):
-    gen = torch.Generator().manual_seed(seed)
+    gen = generator(seed)
     result = []
     for i in range(count):
         w = windows.allocate(B, H, HV, K, V, R)

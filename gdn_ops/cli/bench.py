@@ -4,14 +4,16 @@ Every row gives the time of a call, the floor (the fewest bytes the call must mo
 an in-place sweep measured between the same samples on the same buffers) and their ratio. A
 candidate is first compared with a float64 reference; one that is out of tolerance is not timed.
 
-With --device xpu-twin nothing is timed: the Kunlun kernels run on their host twin, which counts
-bytes, vector instructions, balance and local memory. The seconds beside them are a model, from a
-bandwidth and an instruction rate that nobody here has measured.
+With --device cuda the buffers are on the device, and times are those of CUDA graphs, without
+launches. With --device xpu-twin nothing is timed: the Kunlun kernels run on their host twin, which
+counts bytes, vector instructions, balance and local memory. The seconds beside them are a model,
+from a bandwidth and an instruction rate that nobody here has measured.
 """
 
 from __future__ import annotations
 
 import argparse
+from contextlib import nullcontext
 
 from gdn_ops.cli import _arguments
 from gdn_ops.cli._output import Output, UsageError
@@ -24,8 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "families", nargs="*", metavar="FAMILY", help="default: all that are timed; see --list"
     )
     parser.add_argument(
-        "--device", choices=("cpu", "xpu-twin"), default="cpu",
-        help="xpu-twin: counts of the Kunlun kernels; families are then ops, like recurrent",
+        "--device", choices=_arguments.DEVICES, default="cpu",
+        help="where the ops run (cpu). xpu-twin: counts of the Kunlun kernels; families are then "
+        "ops, like recurrent",
     )  # fmt: skip
     parser.add_argument(
         "--rate", type=_arguments.rate, metavar="N",
@@ -112,13 +115,11 @@ COUNTED = {
 
 def run_twin(args: argparse.Namespace, out: Output) -> tuple[int, list]:
     """Counts of the Kunlun kernels on their host twin: a list of records."""
-    from gdn_ops import xpu_twin
     from gdn_ops.bench import xpu
 
     if args.plot:
         raise UsageError("--plot: counts of the twin are no times and are not plotted")
-    if not xpu_twin.available():
-        raise UsageError("--device xpu-twin: built without it; rebuild with GDN_BACKEND=xpu-twin")
+    _arguments.device(args.device)
     chosen = options_from(args)
     ops = tuple(args.families) or xpu.OPS
     batches = chosen.batches or ((1,) if args.quick else (1, 256))
@@ -163,16 +164,24 @@ def run(args: argparse.Namespace, out: Output) -> tuple[int, dict | list]:
     if args.families and counted:
         raise UsageError(f"{', '.join(counted)}: counted, not timed; use --device xpu-twin")
     modules = [m for m in modules if hasattr(m, "run")]
+    device = _arguments.device(args.device)
+    if device.type != "cpu":
+        on_cpu = [m for m in modules if not getattr(m, "ON_DEVICE", True)]
+        if args.families and on_cpu:
+            raise UsageError(f"{on_cpu[0].__name__.rpartition('.')[2]}: timed on the CPU only")
+        modules = [m for m in modules if m not in on_cpu]
     options = options_from(args)
     if args.plot:
         from gdn_ops.cli import _plot
 
         _plot.require(args.plot, options.batches)
-    machine = bench.machine()
+    machine = bench.machine(args.device)
     out.console.print(", ".join(f"{k}: {v}" for k, v in machine.items()), markup=False)
     rows: list[dict] = []
     for module in modules:
-        with out.progress(module.TITLE) as status:
+        # As a context, a default device costs every call of torch some time: not on the CPU.
+        where = nullcontext() if device.type == "cpu" else device
+        with out.progress(module.TITLE) as status, where:
             options.status = status
             options.emit = _line(out)
             found = module.run(options)

@@ -21,7 +21,6 @@ import torch
 
 from gdn_ops.cli import _arguments
 from gdn_ops.cli._output import Output, UsageError
-from gdn_ops.cli.verify import ROUNDED_FACTOR
 
 HELP = "the matrix of implementations, states, precisions and batches; what bounds the layer"
 # Peers are compiled at these batch sizes only: each compile takes longer than all its timing.
@@ -160,6 +159,7 @@ def matrix_rows(plan: Plan, options) -> list[dict]:
     """Full, buffered and low-rank state over precision modes, state dtypes, batches and R."""
     import gdn_ops
     from gdn_ops.bench import windows
+    from gdn_ops.bench._timing import ROUNDED_FACTOR
 
     rows = []
     before = gdn_ops.get_precision()
