@@ -14,6 +14,7 @@ import time
 
 import torch
 
+from gdn_ops.cli import _arguments
 from gdn_ops.cli._arguments import SEED, whole
 from gdn_ops.cli._output import Output, UsageError
 
@@ -27,7 +28,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=whole(1), default=1, help="sequences (default 1)")
     parser.add_argument("--hidden", type=whole(1), default=256, help="hidden size (default 256)")
     parser.add_argument("--no-compile", action="store_true", help="eager only: much shorter")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="where the model runs (cpu)"
+    )
     parser.add_argument("--seed", type=SEED, default=0, help="of the model and the prompt (0)")
+
+
+def _now(x: torch.Tensor) -> float:
+    """The time when what was asked of x's device is done."""
+    if x.is_cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def _generate(model, ids: torch.Tensor, tokens: int, compiled: bool) -> tuple[torch.Tensor, float]:
@@ -35,8 +46,8 @@ def _generate(model, ids: torch.Tensor, tokens: int, compiled: bool) -> tuple[to
     times: list[float] = []
 
     def clock(input_ids, scores, **kwargs):
-        times.append(time.perf_counter())
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool)  # never the reason to stop
+        times.append(_now(input_ids))
+        return input_ids.new_zeros(input_ids.shape[0], dtype=torch.bool)  # never a reason to stop
 
     out = model.generate(
         ids,
@@ -73,10 +84,11 @@ def tokens_part(args: argparse.Namespace, out: Output, status) -> tuple[bool, di
     H, HV = HEADS
     plain = tiny_model(
         "qwen3_5", seed=args.seed, hidden_size=args.hidden, num_k_heads=H, num_v_heads=HV
-    )
+    ).to(args.device)
     patched = gdn_ops.hf.patch(copy.deepcopy(plain))
     gen = torch.Generator().manual_seed(args.seed)
     ids = torch.randint(1, plain.config.vocab_size, (args.batch, PROMPT), generator=gen)
+    ids = ids.to(args.device)
     rows, expected = [], None
     for compiled in (False,) if args.no_compile else (False, True):
         for name, model in (("transformers", plain), ("gdn_ops", patched)):
@@ -127,22 +139,24 @@ def tokens_part(args: argparse.Namespace, out: Output, status) -> tuple[bool, di
     return equal, {"generation": rows, "active": layers}
 
 
-def _times(calls: dict, seconds: float = 0.4, rounds: int = 7) -> dict[str, float]:
-    """Median milliseconds of each call, taken in turns."""
+def _times(
+    calls: dict, on: torch.Tensor, seconds: float = 0.4, rounds: int = 7
+) -> dict[str, float]:
+    """Median milliseconds of each call on the device of ``on``, taken in turns."""
     samples: dict[str, list[float]] = {name: [] for name in calls}
     reps = {}
     for name, call in calls.items():
         for _ in range(3):
             call()
-        start = time.perf_counter()
+        start = _now(on)
         call()
-        reps[name] = max(1, int(seconds / rounds / len(calls) / (time.perf_counter() - start)))
+        reps[name] = max(1, int(seconds / rounds / len(calls) / (_now(on) - start)))
     for _ in range(rounds):
         for name, call in calls.items():
-            start = time.perf_counter()
+            start = _now(on)
             for _ in range(reps[name]):
                 call()
-            samples[name].append((time.perf_counter() - start) / reps[name] * 1e3)
+            samples[name].append((_now(on) - start) / reps[name] * 1e3)
     return {name: statistics.median(found) for name, found in samples.items()}
 
 
@@ -150,7 +164,7 @@ def layer_part(args: argparse.Namespace, out: Output, status, dtype: torch.dtype
     """Each part of a layer of ``dtype``, as transformers computes it and as we do."""
     from gdn_ops.bench._stages import STAGES, Layers, ours, theirs
 
-    layers = Layers.build(args.hidden, HEADS, args.batch, dtype, args.seed)
+    layers = Layers.build(args.hidden, HEADS, args.batch, dtype, args.seed, args.device)
     caches = {"transformers": layers.cache(layers.plain), "gdn_ops": layers.cache(layers.ours)}
     tables = {}
     for compiled in (False,) if args.no_compile else (False, True):
@@ -169,7 +183,7 @@ def layer_part(args: argparse.Namespace, out: Output, status, dtype: torch.dtype
             step = made(layer)
             calls[name, "whole layer"] = lambda step=step, cache=caches[name]: step(layers.x, cache)
         status(f"time of a layer's parts, {mode}" + (": compiling" if compiled else ""))
-        times = _times(calls)
+        times = _times(calls, layers.x)
         tables[mode] = [
             {"stage": s, **{n: times.get((n, s)) for n in ("transformers", "gdn_ops")}}
             for s in (*STAGES, "conv to norm in one call", "whole layer")
@@ -213,7 +227,8 @@ def run(args: argparse.Namespace, out: Output) -> tuple[int, dict]:
         raise UsageError("the demo needs transformers: pip install 'transformers>=5.17'") from error
     from gdn_ops import bench
 
-    machine = bench.machine()
+    _arguments.device(args.device)
+    machine = bench.machine(args.device)
     out.console.print(", ".join(f"{k}: {v}" for k, v in machine.items()), markup=False)
     # It advises to install other kernels where its own fallback, the peer here, runs.
     verbosity = logging.get_verbosity()
