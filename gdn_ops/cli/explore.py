@@ -214,7 +214,9 @@ def part_rows(args: argparse.Namespace, plan: Plan, out: Output, status) -> list
     """Each part of a layer, eager, in the dtype of the other tables' activations."""
     from gdn_ops.cli import demo
 
-    own = argparse.Namespace(hidden=256, batch=plan.batches[0], seed=args.seed, no_compile=True)
+    own = argparse.Namespace(
+        hidden=256, batch=plan.batches[0], seed=args.seed, no_compile=True, device="cpu"
+    )
     H, HV = demo.HEADS
     out.console.print(f"measured: each part of a layer, {H}/{HV} heads, hidden {own.hidden}")
     return demo.layer_part(own, out, status, torch.bfloat16)["layer"]["eager"]
