@@ -41,12 +41,12 @@ class Build(BuildExtension):
     """BuildExtension that records and prints what it made."""
 
     def run(self) -> None:
-        # In the source tree for a build in place; in the build's own tree too, whose Python files
-        # were collected before this command ran.
-        for tree in {ROOT, ROOT if self.inplace else Path(self.build_lib)}:
-            (tree / "gdn_ops").mkdir(parents=True, exist_ok=True)
-            (tree / "gdn_ops" / "_build_info.py").write_text(build_info(BACKENDS))
         super().run()
+        # Beside the library, once it is there: the source tree may keep one of an earlier build.
+        # The Python files of the build's own tree were collected before this command ran.
+        package = (ROOT if self.inplace else Path(self.build_lib)) / "gdn_ops"
+        package.mkdir(parents=True, exist_ok=True)
+        (package / "_build_info.py").write_text(build_info(BACKENDS))
         print(
             f"gdn_ops: built for torch {torch.__version__}, {platform.machine()}, "
             f"backends: {', '.join(BACKENDS)}",

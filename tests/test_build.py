@@ -57,6 +57,36 @@ def test_build_info_is_of_this_torch():
     assert "cpu" in _build_info.BACKENDS
 
 
+def test_build_info_is_of_the_library_beside_it(tmp_path):
+    """A wheel, or a build that fails, leaves the tree's own library, and so what is said of it."""
+    for name in ("setup.py", "build_xpu.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    info = tmp_path / "gdn_ops" / "_build_info.py"
+    info.parent.mkdir()
+    before = "TORCH_VERSION = '2.4.7'\n"
+
+    def build(*args: str, compiler: str = "lambda self: None") -> tuple[int, str]:
+        info.write_text(before)
+        code = (
+            "import runpy, sys; from torch.utils.cpp_extension import BuildExtension; "
+            f"BuildExtension.run = {compiler}; sys.argv[0] = 'setup.py'; "
+            "runpy.run_path('setup.py', run_name='__main__')"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code, "-q", "build_ext", *args], cwd=tmp_path, timeout=120,
+            capture_output=True, text=True, env={**os.environ, "GDN_BACKEND": "none"}, check=False,
+        )  # fmt: skip
+        return done.returncode, info.read_text()
+
+    assert build() == (0, before)
+    (of_the_wheel,) = tmp_path.glob("build/lib*/gdn_ops/_build_info.py")
+    assert repr(torch.__version__) in of_the_wheel.read_text()
+    code, text = build("--inplace", compiler="lambda self: sys.exit('no compiler')")
+    assert code != 0 and text == before
+    code, text = build("--inplace")
+    assert code == 0 and text == of_the_wheel.read_text()
+
+
 def test_versions_agree():
     text = (ROOT / "pyproject.toml").read_text()
     declared = re.search(r'^version = "([^"]+)"', text, re.MULTILINE)[1]
