@@ -5,6 +5,7 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
+#include <cfloat>
 #include <cstdint>
 
 #include "../../args.h"
@@ -248,7 +249,8 @@ __device__ __forceinline__ RawGates load_gates(const Gates& x, int64_t b, int64_
 }
 __device__ __forceinline__ float softplus(float x) { return x > 20.f ? x : log1pf(expf(x)); }
 __device__ __forceinline__ float sigmoid(float x) { return 1.f / (1.f + expf(-x)); }
-__device__ __forceinline__ float silu(float x) { return x * sigmoid(x); }
+// Zero at minus infinity, which the bound keeps from being multiplied by zero.
+__device__ __forceinline__ float silu(float x) { return fmaxf(x, -FLT_MAX) * sigmoid(x); }
 __device__ __forceinline__ void compute_gates(const Gates& x, const RawGates& r, float* g,
                                               float* beta) {
   *g = bits_to_float(r.g, x.g.dtype);
