@@ -56,8 +56,11 @@ cudaError_t launch_k(const RecurrentArgs& a, bool early, cudaStream_t stream) {
   if constexpr (sizeof(ST) == 4) {
     constexpr int lanes = K == 256 ? 32 : 16;
     if constexpr (K == 128) {
-      // As below; from 256 sequences of 12 heads on it was always the faster one.
-      if (one && a.seqs.N * a.HV * a.V * a.K >= (int64_t{3} << 24)) {
+      // As below; faster from 256 sequences of 12 heads on, and where its few blocks, at most eight
+      // a multiprocessor, still are three of them.
+      const int64_t elements = a.seqs.N * a.HV * a.V * a.K;
+      const bool few = elements >= (int64_t{3} << 18) && elements <= (int64_t{1} << 21);
+      if (one && (few || elements >= (int64_t{3} << 24))) {
         return launch_rows<ST, AT, K, 16, lanes, 1, 16, true>(a, early, stream);
       }
     }
