@@ -11,7 +11,9 @@ namespace gdn {
 namespace cuda {
 namespace {
 
-constexpr int kJoinWarps = 8, kJoinRows = 16;
+// A warp that copies waits for its copies to be taken, so others do that.
+constexpr int kJoinWarps = 8, kJoinHelpers = 4, kJoinRows = 16;
+constexpr int kJoinThreads = (kJoinWarps + kJoinHelpers) * 32;
 
 // What a step takes: its matrix [K][K], and what it adds, kJoinRows rows, where its result goes
 // too.
@@ -23,7 +25,7 @@ struct JoinShared {
 };
 
 template <int K, int STAGES>
-__global__ void __launch_bounds__(kJoinWarps * 32)
+__global__ void __launch_bounds__(kJoinThreads)
     join_rows(const __grid_constant__ ChunkArgs a, const __grid_constant__ ChunkLayout layout) {
   using Shared = JoinShared<K>;
   constexpr int TILES = K / 8, OWN = TILES / kJoinWarps;  // columns of 8: all, of a warp
@@ -53,18 +55,32 @@ __global__ void __launch_bounds__(kJoinWarps * 32)
       const uint32_t to = shared_address(shared) + segment % STAGES * Shared::kStage;
       const float* const step = own.state(layout.steps, a, layout, hv, segment, K);
       const float* const rows = state(segment + 1);
-      for (int i = threadIdx.x; i < K * PIECES; i += kJoinWarps * 32) {
+      const int helper = threadIdx.x - kJoinWarps * 32;
+      for (int i = helper; i < K * PIECES; i += kJoinHelpers * 32) {
         copy_async(to + (i / PIECES * Shared::kPitch + i % PIECES * 4) * 4, step + 4 * i);
       }
-      for (int i = threadIdx.x; i < kJoinRows * PIECES; i += kJoinWarps * 32) {
+      for (int i = helper; i < kJoinRows * PIECES; i += kJoinHelpers * 32) {
         copy_async(to + Shared::kRows + (i / PIECES * Shared::kRowsPitch + i % PIECES * 4) * 4,
                    rows + 4 * i);
       }
     }
     commit_copies();
   };
+  if (warp >= kJoinWarps) {
 #pragma unroll
-  for (int segment = 1; segment <= AHEAD; segment++) ask(segment);
+    for (int segment = 1; segment <= AHEAD; segment++) ask(segment);
+    for (int segment = 1; segment <= last; segment++) {
+      if (STAGES == 1) {
+        __syncthreads();
+        ask(segment);
+      }
+      wait_copies<(STAGES > 1 ? STAGES - 2 : 0)>();
+      __syncthreads();
+      if (STAGES > 1) ask(segment + AHEAD);
+      __syncthreads();
+    }
+    return;
+  }
   float S[TILES][4];
 #pragma unroll
   for (int p = 0; p < TILES; p++) load_pairs(S[p], state(1) + 8 * p, K);
@@ -73,13 +89,8 @@ __global__ void __launch_bounds__(kJoinWarps * 32)
     dropped |= own.dropped(a, layout, hv, segment) << segment;
   }
   for (int segment = 1; segment <= last; segment++) {
-    if (STAGES == 1) {
-      __syncthreads();
-      ask(segment);
-    }
-    wait_copies<(STAGES > 1 ? STAGES - 2 : 0)>();
+    if (STAGES == 1) __syncthreads();
     __syncthreads();
-    if (STAGES > 1) ask(segment + AHEAD);
     unsigned char* const stage = shared + segment % STAGES * Shared::kStage;
     float* const rows = reinterpret_cast<float*>(stage + Shared::kRows) + 8 * OWN * warp;
     float c[OWN][4];
@@ -160,8 +171,8 @@ cudaError_t launch_join(const ChunkArgs& a, ChunkLayout x, cudaStream_t stream) 
   cudaError_t error = allow_shared(kernel, kShared);
   for (; error == cudaSuccess && x.first < x.places; x.first += kMaxGridY) {
     const int64_t count = x.places - x.first < kMaxGridY ? x.places - x.first : kMaxGridY;
-    error = launch(kernel, dim3(blocks, static_cast<unsigned>(count)), dim3(kJoinWarps * 32),
-                   kShared, stream, a, x);
+    error = launch(kernel, dim3(blocks, static_cast<unsigned>(count)), dim3(kJoinThreads), kShared,
+                   stream, a, x);
   }
   return error;
 }
