@@ -599,7 +599,8 @@ __global__ void __launch_bounds__(VB, MIN_BLOCKS)
     inner.warp = warp;
     inner.group = group;
     inner.quad = quad;
-    // What is small is asked for before the counts are known, keys and log decays of every slot.
+    // What is small is asked for before the counts are known: log decays and f32 keys of every
+    // slot, but only eight keys of 16 bits, as those behind them would often be read for nothing.
     // The base comes last, as what is asked for after it arrives after it.
     __shared__ unsigned counts;
     // Each token has a warp; a single one takes them in turn, block by block. Another asks for the
@@ -614,10 +615,8 @@ __global__ void __launch_bounds__(VB, MIN_BLOCKS)
       asm volatile("mov.u32 %0, %%laneid;" : "=r"(zero));
       word = atomicAdd(reinterpret_cast<unsigned*>(w.fill + plan.row * w.s_fill + zero), 1u << 24);
     }
-    for (int first = 0; first < (Inner::kStaged ? R : 1); first += 16) {
-      inner.ask_keys(keys, key_step, R, first);
-    }
-    commit_copies();
+    inner.ask_keys(keys, key_step, R, 0, 0);
+    if (!Inner::kStaged) inner.ask_keys(keys, key_step, R, 0, 1);
     TokenWeights<ST, KT, K, WARPS, TG> own_weights;
     TokenColumns<ST, KT, K, TG> own;
     inner.ask_tokens(a, b, plan.start, h, T);
@@ -631,6 +630,14 @@ __global__ void __launch_bounds__(VB, MIN_BLOCKS)
     plan = plan_of(a, held_by, static_cast<int32_t>(counts), false);
     count = plan.fold ? 0 : plan.pending;
     held = kUpdatesFirst ? plan.pending : count;  // the fold of a f32 base needs them too
+    if constexpr (Inner::kStaged) {
+      inner.ask_keys(keys, key_step, plan.pending, 0, 1);
+      for (int first = 16; first < plan.pending; first += 16) {
+        inner.ask_keys(keys, key_step, plan.pending, first, 0);
+        inner.ask_keys(keys, key_step, plan.pending, first, 1);
+      }
+      commit_copies();
+    }
     load_v(0, T);
     load_u();
     if (!plan.fresh) copy_base();
@@ -714,76 +721,85 @@ __global__ void __launch_bounds__(VB, MIN_BLOCKS)
       __syncwarp();
 #pragma unroll 1
       for (int block = 0; block < K / 32; block++) {
+        float c[2][4][4];
+        const auto chunk_of = [&](int m, int half) -> uint4& {
+          return chunk_at(m * 16 + 8 * half + group, block * 4 + quad);
+        };
 #pragma unroll
-        for (int m = 0; m < 2; m++) {
-          const int p = m * 16 + group, chunk = block * 4 + quad;
-          float c[4][4];
+        for (int i = 0; i < 4; i++) {
+          const int m = i / 2, half = i % 2;
+          float f[8];
+          Vec<ST>::unpack(chunk_of(m, half), f);
 #pragma unroll
-          for (int half = 0; half < 2; half++) {
-            float f[8];
-            Vec<ST>::unpack(chunk_at(p + 8 * half, chunk), f);
+          for (int j = 0; j < 8; j++) {
+            c[m][j % 4][2 * half + j / 4] = whole == 0.f ? 0.f : whole * f[j];
+          }
+        }
+#pragma unroll 1
+        for (int e0 = 0; e0 < folded; e0 += 16) {
+          if (folded > 16) {
+            load_tile(e0, folded);
 #pragma unroll
-            for (int j = 0; j < 8; j++) {
-              c[j % 4][2 * half + j / 4] = whole == 0.f ? 0.f : whole * f[j];
+            for (int m = 0; m < 2; m++) rows_of(e0, m, big[m], small[m]);
+          }
+          Some<4> key[4];
+#pragma unroll
+          for (int i = 0; i < 4; i++) {
+            const int e = e0 + 2 * quad + (i & 1) + (i & 2) * 4;
+            key[i] = {};
+            if (e < folded) {
+              if constexpr (ALONE) {
+                const uint2 x = reinterpret_cast<const uint2*>(
+                    inner.piece(e, block * 4 + group / 2))[group & 1];
+                key[i].w[0] = x.x;
+                key[i].w[1] = x.y;
+              } else {
+                key[i] = load_some<KT, 4>(pw, w.k_dtype, e * K + block * 32 + group * 4);
+              }
             }
           }
-#pragma unroll 1
-          for (int e0 = 0; e0 < folded; e0 += 16) {
-            if (folded > 16) {
-              load_tile(e0, folded);
-              rows_of(e0, m, big[m], small[m]);
-            }
-            uint32_t key[4][2], rest[4][2];
+          uint32_t rest[4][2] = {}, any = 0;
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-              const int e = e0 + 2 * quad + (i & 1) + (i & 2) * 4;
-              Some<4> raw = {};
-              if (e < folded) {
-                if constexpr (ALONE) {
-                  const uint2 x = reinterpret_cast<const uint2*>(
-                      inner.piece(e, block * 4 + group / 2))[group & 1];
-                  raw.w[0] = x.x;
-                  raw.w[1] = x.y;
-                } else {
-                  raw = load_some<KT, 4>(pw, w.k_dtype, e * K + block * 32 + group * 4);
-                }
-              }
+          for (int j = 0; j < 4; j++) {
+            uint32_t right[2];
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+              const Some<4>&first = key[2 * half], &second = key[2 * half + 1];
               if (exact_keys) {
-#pragma unroll
-                for (int x = 0; x < 2; x++) {
-                  key[i][x] = raw.w[x];
-                  rest[i][x] = 0;
-                }
+                right[half] =
+                    __byte_perm(first.w[j / 2], second.w[j / 2], j & 1 ? 0x7632u : 0x5410u);
               } else {
-                float f[4];
-                some_to_float<KT, 4>(raw, w.k_dtype, f);
-#pragma unroll
-                for (int x = 0; x < 2; x++) {
-                  key[i][x] = pack_pair<ST>(f[2 * x], f[2 * x + 1]);
-                  rest[i][x] = pack_pair<ST>(low_part<ST>(f[2 * x]), low_part<ST>(f[2 * x + 1]));
-                }
+                const float x = one_of_some<KT>(first, w.k_dtype, j);
+                const float y = one_of_some<KT>(second, w.k_dtype, j);
+                right[half] = pack_pair<ST>(x, y);
+                rest[j][half] = pack_pair<ST>(low_part<ST>(x), low_part<ST>(y));
+                any |= rest[j][half];
               }
             }
+#pragma unroll
+            for (int m = 0; m < 2; m++) {
+              mma_16x8x16<ST>(c[m][j], big[m], right[0], right[1]);
+              mma_16x8x16<ST>(c[m][j], small[m], right[0], right[1]);
+            }
+          }
+          // A bf16 key as f16 leaves a rest only where it is very small.
+          if (!exact_keys && __any_sync(kFullMask, any & 0x7fff7fffu)) {
 #pragma unroll
             for (int j = 0; j < 4; j++) {
-              const unsigned pick = j & 1 ? 0x7632u : 0x5410u;
-              const uint32_t b0 = __byte_perm(key[0][j / 2], key[1][j / 2], pick);
-              const uint32_t b1 = __byte_perm(key[2][j / 2], key[3][j / 2], pick);
-              mma_16x8x16<ST>(c[j], big[m], b0, b1);
-              mma_16x8x16<ST>(c[j], small[m], b0, b1);
-              if (!exact_keys) {
-                mma_16x8x16<ST>(c[j], big[m], __byte_perm(rest[0][j / 2], rest[1][j / 2], pick),
-                                __byte_perm(rest[2][j / 2], rest[3][j / 2], pick));
+#pragma unroll
+              for (int m = 0; m < 2; m++) {
+                mma_16x8x16<ST>(c[m][j], big[m], rest[j][0], rest[j][1]);
               }
             }
           }
+        }
 #pragma unroll
-          for (int half = 0; half < 2; half++) {
-            float f[8];
+        for (int i = 0; i < 4; i++) {
+          const int m = i / 2, half = i % 2;
+          float f[8];
 #pragma unroll
-            for (int j = 0; j < 8; j++) f[j] = c[j % 4][2 * half + j / 4];
-            chunk_at(p + 8 * half, chunk) = Vec<ST>::pack(f);
-          }
+          for (int j = 0; j < 8; j++) f[j] = c[m][j % 4][2 * half + j / 4];
+          chunk_of(m, half) = Vec<ST>::pack(f);
         }
       }
       __syncwarp();
@@ -797,11 +813,11 @@ __global__ void __launch_bounds__(VB, MIN_BLOCKS)
         }
       }
     } else {
-      // Eight entries at a time: a lane keeps their keys at its columns and walks down the rows.
-      constexpr int STEP = 8;
-      float* const mine = reinterpret_cast<float*>(products) + warp * 32 * STEP;
+      // STEP entries at a time: a lane keeps their keys at its columns and walks down the rows,
+      // which come in as many parts as there is room for.
+      constexpr int STEP = ALONE && TG > 1 ? 16 : 8, HELD = 32 * 8 / STEP;
+      float* const mine = reinterpret_cast<float*>(products) + warp * HELD * STEP;
       for (int e0 = 0; e0 < folded; e0 += STEP) {
-        __syncwarp();
         float x[STEP];
 #pragma unroll
         for (int i = 0; i < STEP; i++) {
@@ -817,11 +833,8 @@ __global__ void __launch_bounds__(VB, MIN_BLOCKS)
         }
         if (ALONE) {
 #pragma unroll
-          for (int i = 0; i < STEP; i++) raw_u[i] = raw_u[i + STEP];
+          for (int i = 0; i < STEP; i++) raw_u[i] = raw_u[(i + STEP) % PRE];
         }
-        float4* const to = reinterpret_cast<float4*>(mine + lane * STEP);
-        to[0] = make_float4(x[0], x[1], x[2], x[3]);
-        to[1] = make_float4(x[4], x[5], x[6], x[7]);
         const bool final = e0 + STEP >= folded;
         const float keep = e0 == 0 ? whole : 1.f;
 #pragma unroll 1
@@ -837,32 +850,42 @@ __global__ void __launch_bounds__(VB, MIN_BLOCKS)
                                  k[i]);
           }
           arrived();
-          __syncwarp();
           ST* to_row = home + (warp_row + lane / (CH < 32 ? CH : 32)) * a.state.s_v + c * E;
           const int64_t step = ROWS * a.state.s_v;
-#pragma unroll 4
-          for (int r0 = 0; r0 < 32; r0 += ROWS) {
-            const int r = r0 + (CH < 32 ? lane / CH : 0);
-            float f[E];
-            Vec<ST>::unpack(chunk_at(r, c), f);
-            const float4 u0 = *reinterpret_cast<const float4*>(mine + r * STEP);
-            const float4 u1 = *reinterpret_cast<const float4*>(mine + r * STEP + 4);
+#pragma unroll 1
+          for (int part = 0; part < 32; part += HELD) {
+            __syncwarp();
+            if (lane / HELD * HELD == part) {
+              float4* const to = reinterpret_cast<float4*>(mine + lane % HELD * STEP);
 #pragma unroll
-            for (int j = 0; j < E; j++) {
-              float y = keep == 0.f ? 0.f : keep * f[j];
-              y = __fmaf_rn(u0.x, k[0][j], y);
-              y = __fmaf_rn(u0.y, k[1][j], y);
-              y = __fmaf_rn(u0.z, k[2][j], y);
-              y = __fmaf_rn(u0.w, k[3][j], y);
-              y = __fmaf_rn(u1.x, k[4][j], y);
-              y = __fmaf_rn(u1.y, k[5][j], y);
-              y = __fmaf_rn(u1.z, k[6][j], y);
-              f[j] = __fmaf_rn(u1.w, k[7][j], y);
+              for (int i = 0; i < STEP; i += 4) {
+                to[i / 4] = make_float4(x[i], x[i + 1], x[i + 2], x[i + 3]);
+              }
             }
-            const uint4 packed = Vec<ST>::pack(f);
-            chunk_at(r, c) = packed;
-            if (final && warp_row + r < V) store_evict_first(to_row, packed);
-            to_row += step;
+            __syncwarp();
+#pragma unroll 4
+            for (int r0 = 0; r0 < HELD; r0 += ROWS) {
+              const int held = r0 + (CH < 32 ? lane / CH : 0), r = part + held;
+              float f[E];
+              Vec<ST>::unpack(chunk_at(r, c), f);
+#pragma unroll
+              for (int j = 0; j < E; j++) f[j] = keep == 0.f ? 0.f : keep * f[j];
+#pragma unroll
+              for (int i = 0; i < STEP; i += 4) {
+                const float4 u = *reinterpret_cast<const float4*>(mine + held * STEP + i);
+#pragma unroll
+                for (int j = 0; j < E; j++) {
+                  f[j] = __fmaf_rn(u.x, k[i][j], f[j]);
+                  f[j] = __fmaf_rn(u.y, k[i + 1][j], f[j]);
+                  f[j] = __fmaf_rn(u.z, k[i + 2][j], f[j]);
+                  f[j] = __fmaf_rn(u.w, k[i + 3][j], f[j]);
+                }
+              }
+              const uint4 packed = Vec<ST>::pack(f);
+              chunk_at(r, c) = packed;
+              if (final && warp_row + r < V) store_evict_first(to_row, packed);
+              to_row += step;
+            }
           }
         }
       }

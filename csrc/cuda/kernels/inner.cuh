@@ -63,20 +63,18 @@ struct InnerProducts {
     return reinterpret_cast<float2*>(rest + (w * kRows + row) * (TG * 8));
   }
 
-  // The keys of `count` entries, `step` elements apart; zeros follow them.
-  __device__ __forceinline__ void ask_keys(const KT* from, int step, int count, int first = 0) {
-    const int c = warp * 4 + quad;
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const int e = first + group + 8 * i;
-      const KT* const at = from + (e < count ? e : 0) * step + c * 8;
-      if constexpr (kStaged) {
-        copy_async(shared_address(piece(e, c)), at, e < count);
-      } else {
-        const uint4 zero = make_uint4(0, 0, 0, 0);
-        keys[2 * i] = e < count ? reinterpret_cast<const uint4*>(at)[0] : zero;
-        keys[2 * i + 1] = e < count ? reinterpret_cast<const uint4*>(at)[1] : zero;
-      }
+  // The keys of a half of the 16 entries from `first` on, of `count`, `step` elements apart; zeros
+  // follow them.
+  __device__ __forceinline__ void ask_keys(const KT* from, int step, int count, int first,
+                                           int half) {
+    const int c = warp * 4 + quad, e = first + 8 * half + group;
+    const KT* const at = from + (e < count ? e : 0) * step + c * 8;
+    if constexpr (kStaged) {
+      copy_async(shared_address(piece(e, c)), at, e < count);
+    } else {
+      const uint4 zero = make_uint4(0, 0, 0, 0);
+      keys[2 * half] = e < count ? reinterpret_cast<const uint4*>(at)[0] : zero;
+      keys[2 * half + 1] = e < count ? reinterpret_cast<const uint4*>(at)[1] : zero;
     }
   }
   __device__ __forceinline__ void ask_tokens(const RecurrentArgs& a, int64_t b, int64_t start,
@@ -100,7 +98,10 @@ struct InnerProducts {
         multiply_16(c, low, high);
         __syncwarp();
       } else {
-        if (first > 0) ask_keys(from, step, count, first);
+        if (first > 0) {
+#pragma unroll
+          for (int half = 0; half < 2; half++) ask_keys(from, step, count, first, half);
+        }
         float x[8], y[2][8];
         Vec<bf16>::unpack(tokens, x);
 #pragma unroll
