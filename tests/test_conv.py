@@ -87,6 +87,28 @@ def test_update(layout, L, act, state):
         assert torch.equal(page[~mask], before[~mask])
 
 
+@pytest.mark.parametrize("layout", ["rows", "columns"])
+@pytest.mark.parametrize("N", [3, 8, 19])
+@pytest.mark.parametrize("act", ACTIVATIONS)
+def test_update_beside_others(act, N, layout):
+    """Beside any others, padding and fresh ones too, a sequence has the bits it has alone."""
+    C = 720
+    x, weight, bias = torch.randn(N, 1, C).to(act), torch.randn(C, 4).to(act), torch.randn(C)
+    rows = torch.randperm(N + 1)[:N]
+    rows[N // 2] = -1
+    live = torch.ones(N, dtype=torch.bool)
+    live[N - 1] = False
+    together, alone = (conv_pool(N + 1, C, 3, act, layout) for _ in range(2))
+    y = gdn_ops.short_conv(x, weight, bias, together, state_indices=rows, has_initial_state=live)
+    for n in range(N):
+        one = gdn_ops.short_conv(
+            x[n : n + 1], weight, bias, alone,
+            state_indices=rows[n : n + 1], has_initial_state=live[n : n + 1],
+        )  # fmt: skip
+        assert torch.equal(one[0], y[n])
+    assert torch.equal(together, alone)
+
+
 @pytest.mark.parametrize("L", [3, 4])
 @pytest.mark.parametrize("layout", ["rows", "columns"])
 @pytest.mark.parametrize("act", ACTIVATIONS)

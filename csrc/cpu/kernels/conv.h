@@ -299,9 +299,18 @@ GDN_INLINE void conv_update_pairs(const ConvArgs& a, const float* bias, const ui
 }
 #endif
 
+// What the update of a sequence reads and writes.
+template <class ST, class XT, class YT>
+struct ConvRow {
+  ST* state;
+  const XT* token;
+  YT* y;
+};
+
+// n channels of `count` sequences, in turns: a step of each.
 template <int kColumns, ConvLayout layout, class ST, class XT, class YT>
-static void conv_update(const ConvArgs& a, const Taps& taps, int64_t c_taps, int64_t n, ST* state,
-                        const XT* token, YT* y) {
+static void conv_update(const ConvArgs& a, const Taps& taps, int64_t c_taps, int64_t n,
+                        const ConvRow<ST, XT, YT>* rows, int count) {
   const float *bias = taps.bias + c_taps, *w = &taps.w[0][c_taps];
   const int64_t s_c = a.state.s_c;
   // Absent, its zeros at the first channels serve all of them: taps come from L2, and a fifth of
@@ -314,8 +323,11 @@ static void conv_update(const ConvArgs& a, const Taps& taps, int64_t c_taps, int
     auto pairs = [&](auto registers) {
       constexpr int64_t step = registers * kPairChannels;
       for (; i + step <= n; i += step) {
-        conv_update_pairs<registers, kColumns, layout>(
-            a, bias + i * s_bias, taps.pairs[0] + c_taps + i, state + i * s_c, token + i, y + i);
+        for (int r = 0; r < count; ++r) {
+          const auto [state, token, y] = rows[r];
+          conv_update_pairs<registers, kColumns, layout>(
+              a, bias + i * s_bias, taps.pairs[0] + c_taps + i, state + i * s_c, token + i, y + i);
+        }
       }
     };
     if (has_pairs(a)) {
@@ -324,30 +336,48 @@ static void conv_update(const ConvArgs& a, const Taps& taps, int64_t c_taps, int
     }
   }
 #endif
-  for (; i + kConvVectors * kLanes <= n; i += kConvVectors * kLanes) {
-    conv_update_vectors<kConvVectors, kColumns, layout>(a, bias + i * s_bias, w + i,
-                                                        state + i * s_c, token + i, y + i);
-  }
-  for (; i < n; i += kLanes) {
-    conv_update_vectors<1, kColumns, layout>(a, bias + i * s_bias, w + i, state + i * s_c,
-                                             token + i, y + i);
-  }
+  auto vectors = [&](auto registers) {
+    constexpr int64_t step = registers * kLanes;
+    for (; i + step <= n; i += step) {
+      for (int r = 0; r < count; ++r) {
+        const auto [state, token, y] = rows[r];
+        conv_update_vectors<registers, kColumns, layout>(a, bias + i * s_bias, w + i,
+                                                         state + i * s_c, token + i, y + i);
+      }
+    }
+  };
+  vectors(std::integral_constant<int, kConvVectors>());
+  vectors(std::integral_constant<int, 1>());
 }
 
 template <class ST, class XT, class YT>
 static void conv_update(const ConvArgs& a, int64_t columns, const Taps& taps, int64_t c_taps,
-                        int64_t n, ST* state, const XT* token, YT* y) {
-  auto run = [&](auto count) {
-    constexpr int kColumns = decltype(count)::value;
+                        int64_t n, const ConvRow<ST, XT, YT>* rows, int count) {
+  auto run = [&](auto number) {
+    constexpr int kColumns = decltype(number)::value;
     if (a.state.s_c == 1) {
-      conv_update<kColumns, ConvLayout::columns>(a, taps, c_taps, n, state, token, y);
+      conv_update<kColumns, ConvLayout::columns>(a, taps, c_taps, n, rows, count);
     } else if (a.state.s_l == 1 && a.state.s_c == kColumns) {
-      conv_update<kColumns, ConvLayout::rows>(a, taps, c_taps, n, state, token, y);
+      conv_update<kColumns, ConvLayout::rows>(a, taps, c_taps, n, rows, count);
     } else {
-      conv_update<kColumns, ConvLayout::strided>(a, taps, c_taps, n, state, token, y);
+      conv_update<kColumns, ConvLayout::strided>(a, taps, c_taps, n, rows, count);
     }
   };
   columns == 3 ? run(std::integral_constant<int, 3>()) : run(std::integral_constant<int, 4>());
+}
+
+// Whether n channels of a live sequence are a decode step's: a row of three or four columns.
+static bool is_update(const ConvArgs& a, const Sequence& seq, const ConvWindow& win, int64_t n) {
+  return a.state.ptr && a.W == 4 && seq.end - seq.start == 1 && !seq.fresh && n % kLanes == 0 &&
+         win.first == 0 && win.kept == win.old && (win.old == 3 || win.old == 4);
+}
+template <class ST>
+GDN_INLINE ST* history_row(const ConvArgs& a, const Sequence& seq, int64_t c) {
+  return static_cast<ST*>(a.state.ptr) + seq.row * a.state.s_p + c * a.state.s_c;
+}
+template <class T>
+GDN_INLINE T* output_row(const ConvArgs& a, const Sequence& seq, int64_t t, int64_t c) {
+  return const_cast<T*>(element<T>(a.y, seq.b, t, 0)) + c;
 }
 
 // --- prefill: four taps over many tokens whose rows lie at one stride, no float copy between
@@ -417,7 +447,7 @@ static void conv_prefill(const ConvArgs& a, const Sequence& seq, const Taps& tap
                          int64_t c, int64_t n, const View& x, float* window, Sink sink) {
   const bool direct = a.y.ptr && a.y.dtype == x.dtype;
   alignas(64) float rows[kConvTokens * kConvBlock];
-  auto out = [&](int64_t t) { return const_cast<XT*>(element<XT>(a.y, seq.b, t, 0)) + c; };
+  auto out = [&](int64_t t) { return output_row<XT>(a, seq, t, c); };
   auto emit = [&](int64_t t, int64_t count) {
     for (int64_t j = 0; j < count; ++j) sink(t + j, c, n, rows + j * n);
   };
@@ -452,21 +482,22 @@ GDN_INLINE void conv_strip(const ConvArgs& a, const Sequence& seq, const Taps& t
   const int64_t back = a.W - 1;
   const ConvWindow win = conv_window(a, seq);
   const View x = from_column(a.x, c);
-  if (a.state.ptr && a.W == 4 && seq.end - seq.start == 1 && !seq.fresh && n % kLanes == 0 &&
-      win.first == 0 && win.kept == win.old && (win.old == 3 || win.old == 4)) {
+  if (is_update(a, seq, win, n)) {
     alignas(64) float y[kConvBlock];
-    ST* row = static_cast<ST*>(a.state.ptr) + seq.row * a.state.s_p + c * a.state.s_c;
+    ST* row = history_row<ST>(a, seq, c);
     if (x.dtype == kDTypeOf<ST> && x.sd == 1) {
       const ST* token = element<ST>(x, seq.b, seq.start, 0);
       if (a.y.ptr && a.y.dtype == x.dtype) {
-        conv_update(a, win.old, taps, c_taps, n, row, token,
-                    const_cast<ST*>(element<ST>(a.y, seq.b, seq.start, 0)) + c);
+        const ConvRow<ST, ST, ST> one{row, token, output_row<ST>(a, seq, seq.start, c)};
+        conv_update(a, win.old, taps, c_taps, n, &one, 1);
         return;
       }
-      conv_update(a, win.old, taps, c_taps, n, row, token, y);
+      const ConvRow<ST, ST, float> one{row, token, y};
+      conv_update(a, win.old, taps, c_taps, n, &one, 1);
     } else {
       load_row(x, seq.b, seq.start, 0, n, y);
-      conv_update(a, win.old, taps, c_taps, n, row, y, y);
+      const ConvRow<ST, float, float> one{row, y, y};
+      conv_update(a, win.old, taps, c_taps, n, &one, 1);
     }
     sink(seq.start, c, n, y);
     return;
@@ -482,7 +513,7 @@ GDN_INLINE void conv_strip(const ConvArgs& a, const Sequence& seq, const Taps& t
   const bool renewed =
       win.shift >= win.old && x.dtype == kDTypeOf<ST> && x.sd == 1 && a.state.s_c == 1;
   if (a.state.ptr) {
-    state = static_cast<ST*>(a.state.ptr) + seq.row * a.state.s_p + c * a.state.s_c;
+    state = history_row<ST>(a, seq, c);
   }
   if (seq.fresh || !state) {
     std::memset(old, 0, sizeof(float) * kMaxConvWidth * s);
@@ -602,17 +633,45 @@ static void short_conv_block(const ConvArgs& a, int64_t index, int64_t c, int64_
                 });
 }
 
-// step(n, block, taps) over every sequence and block of channels; prepare(block, taps) makes a
-// block's taps.
+#if GDN_CONV_PAIRS
+// Channels [c, c + n) of two sequences side by side: their misses overlap, and the taps serve both.
+// False, and nothing done, where they are not two updates in pairs of words.
+static bool short_conv_two(const ConvArgs& a, int64_t first, int64_t second, int64_t c, int64_t n,
+                           const Taps& taps) {
+  constexpr DType words = DType::bf16;
+  if (!has_pairs(a) || a.x.dtype != words || a.x.sd != 1 || a.y.dtype != words ||
+      a.state.dtype != words) {
+    return false;
+  }
+  ConvRow<bf16_t, bf16_t, bf16_t> rows[2];
+  int64_t columns = 0;
+  for (int i = 0; i < 2; ++i) {
+    const Sequence seq = sequence_of(a.seqs, i == 0 ? first : second, 0);
+    if (seq.row < 0) return false;
+    const ConvWindow win = conv_window(a, seq);
+    if (!is_update(a, seq, win, n)) return false;
+    columns = win.old;
+    rows[i] = {history_row<bf16_t>(a, seq, c), element<bf16_t>(a.x, seq.b, seq.start, 0) + c,
+               output_row<bf16_t>(a, seq, seq.start, c)};
+  }
+  conv_update(a, columns, taps, 0, n, rows, 2);
+  return true;
+}
+#endif
+
+// step(n, m, block, taps) over every block of channels and sequence n with another one, m, beside
+// it (none: negative); prepare(block, taps) makes a block's taps.
 template <class Prepare, class Step>
 static void over_blocks(const ConvArgs& a, int64_t blocks, const Parallel& parallel,
                         Prepare prepare, Step step) {
+  const int64_t half = (a.seqs.N + 1) / 2;
+  auto beside = [&](int64_t n) { return n + half < a.seqs.N ? n + half : -1; };
   if (a.seqs.N <= kConvGroup) {
     auto body = [&](int64_t begin, int64_t end) {
       Taps taps;
       for (int64_t block = begin; block < end; ++block) {
         prepare(block, taps);
-        for (int64_t n = 0; n < a.seqs.N; ++n) step(n, block, taps);
+        for (int64_t n = 0; n < half; ++n) step(n, beside(n), block, taps);
       }
     };
     parallel_for(parallel, a.seqs.N > 0 ? blocks : 0, body);
@@ -629,10 +688,11 @@ static void over_blocks(const ConvArgs& a, int64_t blocks, const Parallel& paral
   parallel_for(parallel, blocks, prepare_all);
   auto body = [&](int64_t begin, int64_t end) {
     for (int64_t task = begin; task < end; ++task) {
-      step(task / blocks, task % blocks, all[task % blocks]);
+      const int64_t n = task / blocks, block = task % blocks;
+      step(n, beside(n), block, all[block]);
     }
   };
-  parallel_for(parallel, a.seqs.N * blocks, body);
+  parallel_for(parallel, half * blocks, body);
 }
 
 static void short_conv(const ConvArgs& a, const Parallel& threads) {
@@ -649,8 +709,13 @@ static void short_conv(const ConvArgs& a, const Parallel& threads) {
   over_blocks(
       a, (a.C + width - 1) / width, parallel,
       [&](int64_t block, Taps& taps) { load_taps(a, block * width, channels(block), taps); },
-      [&](int64_t n, int64_t block, const Taps& taps) {
-        short_conv_block(a, n, block * width, channels(block), taps);
+      [&](int64_t n, int64_t m, int64_t block, const Taps& taps) {
+        const int64_t c = block * width, count = channels(block);
+#if GDN_CONV_PAIRS
+        if (m >= 0 && short_conv_two(a, n, m, c, count, taps)) return;
+#endif
+        short_conv_block(a, n, c, count, taps);
+        if (m >= 0) short_conv_block(a, m, c, count, taps);
       });
 }
 
@@ -717,5 +782,8 @@ static void conv_gating(const ConvGatingArgs& a, const Parallel& parallel) {
         const Block b = block_of(i);
         load_taps(a.conv, b.channel, b.heads * b.dim, taps);
       },
-      [&](int64_t n, int64_t i, const Taps& taps) { step(n, block_of(i), taps); });
+      [&](int64_t n, int64_t m, int64_t i, const Taps& taps) {
+        step(n, block_of(i), taps);
+        if (m >= 0) step(m, block_of(i), taps);
+      });
 }
