@@ -539,6 +539,17 @@ def test_patch_refuses():
         tiny_config("qwen2")
 
 
+def test_a_model_is_patched_whole_or_not_at_all(monkeypatch):
+    """A layer on a device without the ops may come after others."""
+    model = tiny_model("qwen3_5")
+    found = iter((None, None, "no such op"))
+    with monkeypatch.context() as patched:
+        patched.setattr(layers, "missing", lambda mode, device: next(found))
+        with pytest.raises(NotImplementedError, match="no such op"):
+            gdn_ops.patch(model)
+    assert set(gdn_ops.active(model).values()) == {"transformers"}
+
+
 @pytest.mark.parametrize("mode", layers.STATE_MODES)
 def test_a_missing_op_is_named(mode, monkeypatch):
     op = layers._NEEDS[mode][-1]

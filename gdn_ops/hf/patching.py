@@ -24,29 +24,27 @@ def patch(model: nn.Module, *, state_mode: str = "full", window: int = 16) -> nn
     Raises:
         NotImplementedError: this build lacks an op that ``state_mode`` needs.
         ValueError: ``model`` has no layer that can be patched, or an argument is out of range.
+    No layer has been switched then.
     """
     layers.check_window(window)
-    found = 0
-    for module in model.modules():
-        ours = CLASSES.get(type(module)) or (
-            type(module) if isinstance(module, PatchedGatedDeltaNet) else None
-        )
-        if ours is None:
-            continue
-        # Parameters on the meta device will be loaded somewhere; the layer looks again then.
-        device = module.A_log.device.type
-        if reason := layers.missing(state_mode, "cpu" if device == "meta" else device):
-            raise NotImplementedError(f"gdn_ops.patch: {reason}")
-        found += 1
-        module.__class__ = ours
-        module.gdn_state_mode = state_mode
-        module.gdn_window = window
-        module.gdn_setup()
+    found = [
+        m for m in model.modules() if type(m) in CLASSES or isinstance(m, PatchedGatedDeltaNet)
+    ]
     if not found:
         raise ValueError(
             f"gdn_ops.patch: {type(model).__name__} has no layer of "
             f"{', '.join(c.__name__ for c in CLASSES)}"
         )
+    for module in found:
+        # Parameters on the meta device will be loaded somewhere; the layer looks again then.
+        device = module.A_log.device.type
+        if reason := layers.missing(state_mode, "cpu" if device == "meta" else device):
+            raise NotImplementedError(f"gdn_ops.patch: {reason}")
+    for module in found:
+        module.__class__ = CLASSES.get(type(module), type(module))
+        module.gdn_state_mode = state_mode
+        module.gdn_window = window
+        module.gdn_setup()
     return model
 
 
