@@ -93,7 +93,9 @@ def main() -> int:
         report["seconds"] = round(time.monotonic() - start, 1)
         report["steps per second"] = round(report["total"] / report["seconds"], 1)
         if args.json:
-            args.json.write_text(json.dumps(report, indent=2, sort_keys=True) + "\n")
+            part = args.json.with_name(f".{args.json.name}.part")  # cut short, it is no JSON
+            part.write_text(json.dumps(report, indent=2, sort_keys=True) + "\n")
+            part.replace(args.json)
 
     def fail(seed: int, level: str, error: str) -> None:
         report["failures"].append({"seed": seed, "level": level, "error": error})

@@ -198,6 +198,13 @@ def test_too_little_memory_is_said_in_a_line(capsys, monkeypatch):
     assert main(["bench", "recurrent"]) == 2
     assert "gdn-ops bench: not enough memory: " in capsys.readouterr().err
 
+    def full(options):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 TiB.\nAnd more.")
+
+    monkeypatch.setattr(recurrent, "run", full)
+    assert main(["bench", "recurrent"]) == 2
+    assert capsys.readouterr().err.endswith("out of memory. Tried to allocate 3 TiB.\n")
+
 
 def test_a_family_that_needs_transformers_says_why_it_is_skipped(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)

@@ -106,8 +106,9 @@ def main(argv: list[str] | None = None) -> int:
         out.error(f"gdn-ops {args.command}: {error}")
         return 2
     except (MemoryError, RuntimeError) as error:
-        # torch has an error of its own for the devices only.
-        if not isinstance(error, MemoryError) and "t allocate memory" not in str(error):
+        # torch has no error of its own for the host's memory.
+        said = ("t allocate memory", "out of memory")
+        if not isinstance(error, MemoryError) and not any(s in str(error) for s in said):
             raise
         out.error(f"gdn-ops {args.command}: not enough memory: {str(error).partition(chr(10))[0]}")
         return 2
