@@ -358,6 +358,7 @@ constexpr ConvNames kPlainConv{"x", "weight", "bias"};
 
 void fill_conv(const char* op, const ConvNames& names, ConvArgs& c, const at::Tensor& x, int64_t C,
                const at::Tensor& weight, const OptTensor& bias, const std::string& activation) {
+  TORCH_CHECK(C >= 1, op, ": ", names.x, ": expected C >= 1 channels, got shape ", x.sizes());
   check_dim(op, names.weight, weight, 2, "[C, W]");
   check_size(op, names.weight, weight, 0, C, "C");
   check_device(op, names.weight, weight, x);
@@ -641,6 +642,7 @@ GatingArgs gating_args(const char* op, const at::Tensor& a, const at::Tensor& b,
   check_device(op, "b", b, a);
   GatingArgs g;
   g.HV = a.size(-1);
+  TORCH_CHECK(g.HV >= 1, op, ": a: expected HV >= 1, got shape ", a.sizes());
   g.A_log = head_param(op, "A_log", A_log, g.HV, a);
   g.dt_bias = head_param(op, "dt_bias", dt_bias, g.HV, a);
   auto rows = [&](const char* name, const at::Tensor& t) {

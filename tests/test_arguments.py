@@ -335,6 +335,19 @@ def test_every_invalid_call_raises_before_any_write(op, packed):
     assert not (wrong := wrongly_answered(op, cases)), "\n".join(wrong)
 
 
+def test_nothing_to_work_on_is_refused():
+    """A convolution of no channels divided by zero, which ended the process."""
+    x, weight = torch.zeros(2, 3, 0), torch.zeros(0, W)
+    for call in (
+        lambda: gdn_ops.conv1d(x, weight),
+        lambda: gdn_ops.short_conv(x, weight, None, torch.zeros(2, 0, W - 1)),
+    ):
+        with pytest.raises(RuntimeError, match="x: expected C >= 1 channels"):
+            call()
+    with pytest.raises(RuntimeError, match="gating: a: expected HV >= 1"):
+        gdn_ops.gating(x, x, torch.zeros(0), torch.zeros(0))
+
+
 @pytest.mark.parametrize("inference", [False, True], ids=["grad", "inference"])
 @pytest.mark.parametrize("op", OPS)
 def test_none_for_a_tensor_is_named(op, inference):
