@@ -18,9 +18,13 @@ DECODE_ARGS = f"""
         conv_weight: ``[C, W]``; conv_bias: ``[C]`` or None; A_log, dt_bias: ``[HV]``;
             norm_weight: ``[V]``; each float32 or an activation dtype.
 {CONV_POOL_ARGS[1:]}"""
-DECODE_TAIL = f"""
+
+
+def decode_tail(sequence_args: str) -> str:
+    """The same for what follows the pools, around what the op says of its sequences."""
+    return f"""
         num_k_heads, head_k_dim: H and K.
-{SEQUENCE_ARGS[1:]}
+{sequence_args[1:]}
             A 2-D ``state_indices`` names the row of ``conv_state`` in column 0.
         scale: factor on the output; ``K**-0.5`` if absent.
         qk_l2norm: normalise q and k in float32.
@@ -64,7 +68,7 @@ decode.__doc__ = f"""Short conv, gates, l2norm, recurrence and gated norm of a l
 {DECODE_ARGS[1:]}
         state: ``[P, HV, V, K]`` float32, bfloat16 or float16, **written in place**; K contiguous,
             or the transposed view of a ``[P, HV, K, V]`` pool.
-{DECODE_TAIL[1:]}
+{decode_tail(SEQUENCE_ARGS)[1:]}
 
     Returns:
         ``[B, T, HV*V]`` in the dtype of projected, contiguous: the input of the output projection.

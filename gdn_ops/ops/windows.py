@@ -6,14 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gdn_ops.ops._common import (
-    SEQUENCE_ARGS,
-    check_dims,
-    check_same_device,
-    check_window,
-    register_fake,
-)
-from gdn_ops.ops.decode import DECODE_ARGS, DECODE_TAIL
+from gdn_ops.ops._common import check_dims, check_same_device, check_window, register_fake
+from gdn_ops.ops.decode import DECODE_ARGS, decode_tail
 from gdn_ops.ops.decode import output_of as _decode_output
 from gdn_ops.ops.recurrent import output_of as _recurrent_output
 
@@ -232,7 +226,7 @@ def decode_buffered(
     )  # fmt: skip
 
 
-_TAIL = DECODE_TAIL.replace(SEQUENCE_ARGS[1:], _SEQUENCE_ARGS[1:])
+_TAIL = decode_tail(_SEQUENCE_ARGS)
 
 decode_buffered.__doc__ = f""":func:`gdn_ops.decode` with :func:`recurrent_buffered` inside.
 
