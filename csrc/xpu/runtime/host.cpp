@@ -310,7 +310,7 @@ void window_reset(const RecurrentArgs& a, void* stream) {
 }
 
 void short_conv(const ConvArgs& a, void* stream) {
-  if (a.seqs.N == 0 || a.seqs.T == 0 || a.C == 0) return;
+  if (a.seqs.N == 0 || a.seqs.T == 0) return;
   ConvParams p = conv_params(a);
   p.y = address(a.y.ptr);
   p.blocks = pieces(a.C, kConvBlockWidth);
@@ -344,7 +344,7 @@ void conv_gating(const ConvGatingArgs& a, void* stream) {
 }
 
 void gating(const GatingArgs& a, void* stream) {
-  if (a.rows_b == 0 || a.rows_t == 0 || a.HV == 0) return;
+  if (a.rows_b == 0 || a.rows_t == 0) return;
   ConvParams p{};
   p.g = address(a.g);
   p.beta = address(a.beta);
