@@ -154,10 +154,12 @@ template <class Form>
 struct Paged {
   Tensor pool, rows;
 
-  Paged(const char* name, const Tensor& paged, const Tensor& indices, const SymInt& N,
-        int64_t first_row) {
-    TORCH_CHECK(first_row >= 0 && paged.dim() > 0 && paged.sym_size(0) >= first_row, name,
-                ": state: expected a pool with a null block, got ", paged.sym_sizes());
+  // `argument`: what the op calls its pool.
+  Paged(const char* name, const char* argument, const Tensor& paged, const Tensor& indices,
+        const SymInt& N, int64_t first_row) {
+    TORCH_CHECK(first_row >= 0, name, ": first_row: expected at least 0, got ", first_row);
+    TORCH_CHECK(paged.dim() > 0 && paged.sym_size(0) >= first_row, name, ": ", argument,
+                ": expected a pool with a null block, got ", paged.sym_sizes());
     TORCH_CHECK(indices.dim() == 1 || indices.dim() == 2, name,
                 ": state_indices: expected shape [N] or [N, S], got ", indices.sym_sizes());
     const auto dtype = indices.scalar_type();
@@ -191,7 +193,7 @@ Tensor paged_recurrent(const Tensor& q, const Tensor& k, const Tensor& v, const 
   static auto recurrent = typed_op<RecurrentSignature>("gdn::recurrent");
   constexpr auto name = "paged_recurrent";
   TORCH_CHECK(q.dim() == 4, name, ": q: expected [B, T, H, K], got ", q.sym_sizes());
-  Paged<Form> p(name, state, state_indices, sequences(name, q, cu_seqlens), 1);
+  Paged<Form> p(name, "state", state, state_indices, sequences(name, q, cu_seqlens), 1);
   return Form::call(recurrent, q, k, v, g, beta, p.pool, p.rows, std::nullopt, cu_seqlens,
                     num_accepted, scale, qk_l2norm);
 }
@@ -216,7 +218,7 @@ Tensor paged_recurrent_gated(const Tensor& q, const Tensor& k, const Tensor& v, 
   const bool one_batch = v.dim() == 3;
   const auto batched = [&](const Tensor& t) { return one_batch ? Form::insert(t, 0) : t; };
   const Tensor q4 = batched(q), v4 = batched(v);
-  Paged<Form> p(name, state, state_indices, sequences(name, q4, cu_seqlens), first_row);
+  Paged<Form> p(name, "state", state, state_indices, sequences(name, q4, cu_seqlens), first_row);
   if (kv_rows) p.pool = Form::swap(p.pool, 2, 3);
   const Tensor o = Form::call(recurrent, q4, batched(k), v4, per_token<Form>(a, v4),
                               per_token<Form>(b, v4), A_log, dt_bias, p.pool, p.rows, std::nullopt,
@@ -261,7 +263,7 @@ void paged_decode_packed(const Tensor& mixed_qkv, const Tensor& a, const Tensor&
     return Form::insert(Form::split(Form::slice(mixed_qkv, 1, start, start + n * size), 1, n, size),
                         1);
   };
-  Paged<Form> p(name, state, state_indices, B, first_row);
+  Paged<Form> p(name, "state", state, state_indices, B, first_row);
   const Tensor o =
       Form::call(recurrent, heads(0, H, K), heads(H * K, H, K), heads(H * K * 2, HV, V),
                  Form::insert(a, 1), Form::insert(b, 1), A_log, dt_bias, p.pool, p.rows,
@@ -283,8 +285,8 @@ Tensor paged_short_conv(const Tensor& x, const Tensor& weight, const OptTensor& 
               x.sym_sizes());
   TORCH_CHECK(x.dim() == 2 || !cu_seqlens, name,
               ": x: expected two dimensions with cu_seqlens, got ", x.sym_sizes());
-  TORCH_CHECK(conv_state.dim() == 3, name, ": state: expected a pool of three dimensions, got ",
-              conv_state.sym_sizes());
+  TORCH_CHECK(conv_state.dim() == 3, name,
+              ": conv_state: expected a pool of three dimensions, got ", conv_state.sym_sizes());
   const bool one_token = x.dim() == 2 && !cu_seqlens, packed = x.dim() == 2 && !one_token;
   const bool turned = channels_first && !one_token;
   const int64_t last = x.dim() - 1;
@@ -292,7 +294,7 @@ Tensor paged_short_conv(const Tensor& x, const Tensor& weight, const OptTensor& 
   const Tensor wide = one_token ? Form::insert(tokens, 1)
                       : packed  ? Form::insert(tokens, 0)
                                 : tokens;
-  Paged<Form> p(name, conv_state,
+  Paged<Form> p(name, "conv_state", conv_state,
                 state_indices.dim() == 2 ? Form::first(state_indices, 1) : state_indices,
                 sequences(name, wide, cu_seqlens), first_row);
   if (channels_last) p.pool = Form::swap(p.pool, 1, 2);

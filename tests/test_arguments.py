@@ -348,6 +348,17 @@ def test_nothing_to_work_on_is_refused():
         gdn_ops.gating(x, x, torch.zeros(0), torch.zeros(0))
 
 
+def test_the_paged_convolution_names_its_pool():
+    call, pool = torch.ops.gdn.paged_short_conv.default, conv_pool()
+    args = (torch.randn(2, C), torch.randn(C, W), None)
+    rows = torch.tensor([1, 2])
+    for bad in (pool[:0], pool[0]):
+        with pytest.raises(RuntimeError, match="paged_short_conv: conv_state: expected a pool"):
+            call(*args, bad, rows)
+    with pytest.raises(RuntimeError, match="paged_short_conv: first_row: expected at least 0"):
+        call(*args, pool, rows, first_row=-1)
+
+
 @pytest.mark.parametrize("inference", [False, True], ids=["grad", "inference"])
 @pytest.mark.parametrize("op", OPS)
 def test_none_for_a_tensor_is_named(op, inference):
