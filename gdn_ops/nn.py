@@ -499,7 +499,10 @@ class GatedDeltaNet(nn.Module):
         )  # fmt: skip
 
     def allocate(self, rows: int, state_dtype: torch.dtype = torch.float32) -> States:
-        """Empty pools of ``rows`` sequences for this layer."""
+        """Empty pools of ``rows`` sequences for this layer.
+
+        CUDA graphs that torch.compile makes may write these (docs/cuda.md).
+        """
         pools = States.allocate(
             rows,
             self.heads,
