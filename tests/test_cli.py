@@ -465,6 +465,22 @@ def test_peers_agree_with_the_oracle(peer):
     assert candidate.check() <= 1
 
 
+def test_a_rule_without_groups_of_heads_gets_them():
+    from gdn_ops.bench._transformers import grouped
+
+    def product(q, k, v, **gates):
+        return q * k * v
+
+    q, v = torch.rand(1, 1, 2, 3), torch.rand(1, 1, 4, 3)
+    want = q.repeat_interleave(2, 2) ** 2 * v
+    assert torch.equal(grouped(product)(q, q, v), want)
+
+    def groups(q, k, v, **gates):
+        return product(*(t.repeat_interleave(2, 2) for t in (q, k)), v)
+
+    assert grouped(groups) is groups
+
+
 def test_demo_tokens_are_equal(capsys):
     pytest.importorskip("transformers")
     code, data = run_json(capsys, "demo", "--no-compile", "--tokens", "12", "--hidden", "64")

@@ -17,6 +17,7 @@ from transformers import DynamicCache
 from transformers.models.qwen3_5 import modeling_qwen3_5 as modeling
 
 from gdn_ops import reference
+from gdn_ops.bench._transformers import grouped
 from gdn_ops.hf import patch
 from gdn_ops.hf.tiny import tiny_config
 from gdn_ops.nn import product, project
@@ -111,8 +112,10 @@ def theirs(layers: Layers) -> dict[str, Stage]:
     v = v.reshape(B, 1, -1, p.head_v_dim)
     beta, g = gating()
 
+    rule = grouped(modeling.torch_recurrent_gated_delta_rule)
+
     def recurrence():
-        o, new = modeling.torch_recurrent_gated_delta_rule(
+        o, new = rule(
             q, k, v, g=g, beta=beta, initial_state=state, output_final_state=True,
             use_qk_l2norm_in_kernel=True,
         )  # fmt: skip

@@ -28,6 +28,7 @@ from gdn_ops.bench._timing import (
     nbytes,
     scaled_error,
 )
+from gdn_ops.bench._transformers import grouped
 
 TITLE = "decode step of the recurrence, T = 1"
 K = V = 128
@@ -158,17 +159,6 @@ def einsum(inputs: Inputs, pools: list[Tensor], compiled: bool = False) -> Candi
     return Candidate(name, call, check, note="q, k normalised and repeated beforehand")
 
 
-def _groups_heads(fallback: Callable) -> bool:
-    """Whether transformers' function takes fewer key heads than value heads (5.17 does not)."""
-    one, two = torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 2, 2)
-    state = torch.zeros(1, 2, 2, 2)
-    try:
-        fallback(one, one, two, g=two[..., 0], beta=two[..., 0], initial_state=state)
-    except RuntimeError:
-        return False
-    return True
-
-
 def transformers_peer(inputs: Inputs, pools: list[Tensor], compiled: bool) -> Candidate:
     name = "transformers compiled" if compiled else "transformers eager"
     try:
@@ -176,13 +166,10 @@ def transformers_peer(inputs: Inputs, pools: list[Tensor], compiled: bool) -> Ca
     except ImportError as error:
         return Candidate(name, skipped=f"transformers is not usable: {error}")
     fallback = modeling.torch_recurrent_gated_delta_rule
-    fallback = getattr(fallback, "__wrapped__", fallback)
+    fallback = grouped(getattr(fallback, "__wrapped__", fallback))
     x = inputs
-    ratio = 1 if _groups_heads(fallback) else x.v.shape[2] // x.q.shape[2]
 
     def step(q, k, v, g, beta, S):
-        if ratio > 1:
-            q, k = (t.repeat_interleave(ratio, 2) for t in (q, k))
         return fallback(
             q, k, v, g=g, beta=beta, initial_state=S, output_final_state=True,
             use_qk_l2norm_in_kernel=True,
