@@ -1,5 +1,6 @@
 """The command line: what each command prints, writes and returns."""
 
+import contextlib
 import importlib.util
 import io
 import json
@@ -585,3 +586,60 @@ def test_verify_lowrank_on_a_models_activations(capsys):
     assert all(r["worst_head"] < 1e-5 for r in data["rows"] if r["R"] == 64)
     assert main(["verify", "recurrent", "--lowrank"]) == 2
     assert main(["verify", "--lowrank", "--text", "no such file"]) == 2
+
+
+def test_a_device_is_timed_by_graphs_of_the_whole_walk(monkeypatch):
+    """The CUDA half of the timing, on a device that is not there."""
+    from gdn_ops.bench import _timing
+
+    recorded, capturing = [], []
+
+    class Graph:
+        def replay(self):
+            recorded.extend(self.calls)
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.at = len(recorded)
+
+        def synchronize(self):
+            pass
+
+        def elapsed_time(self, end):
+            return float(end.at - self.at)  # a millisecond a call
+
+    @contextlib.contextmanager
+    def graph(g):
+        before = len(recorded)
+        capturing.append(g)
+        try:
+            yield
+        finally:
+            capturing.pop()
+        g.calls = recorded[before:]
+        del recorded[before:]
+
+    for name, stub in (("CUDAGraph", Graph), ("Event", Event), ("graph", graph)):
+        monkeypatch.setattr(torch.cuda, name, stub)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+
+    def refuses(i):
+        if capturing:
+            raise RuntimeError("operation not permitted when stream is capturing\nmore")
+        recorded.append(("host", i))
+
+    candidates = [
+        _timing.Candidate("ours", lambda i: recorded.append(("ours", i))),
+        _timing.Candidate("host", refuses, note="a peer"),
+    ]
+    times = _timing._replays(candidates, 3, _timing.Options(quick=True))
+    assert set(times) == {"ours", "host"}
+    assert all(s == pytest.approx(1e-3) for samples in times.values() for s in samples)
+    # Beside whole walks, one call of the first buffers before the capture.
+    assert recorded.count(("ours", 0)) == recorded.count(("ours", 2)) + 1 > 2
+    assert candidates[0].note == ""
+    wanted = "a peer; not captured: operation not permitted when stream is capturing"
+    assert candidates[1].note == wanted
