@@ -23,6 +23,7 @@ NOT_HERE = {
         "opcheck", "fake", "compile", "autocast_converts", "gradcheck", "gradient",
     ),
     "torch's own product": ("whoever_calls",),
+    "float64 is torch's form, which the XPU does not have": ("states_of_any_dtype[dtype2",),
     "memory of the process, which is the twin's": ("scratch_does_not_grow",),
     "zero times NaN in a product reaches the tokens of a chunk": ("later_token",),
     "zero times infinity in such a product": ("minus_inf_clears_even",),
