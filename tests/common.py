@@ -27,7 +27,8 @@ def assert_close(name: str, got: Tensor, expected: Tensor, dtype=None, slack: fl
 
 def generator(seed: int) -> torch.Generator:
     """Random numbers of their own, on the device where tensors are made."""
-    return torch.Generator(torch.get_default_device()).manual_seed(seed)
+    # Not get_default_device: torch 2.5 cannot say it after a `with torch.device`.
+    return torch.Generator(torch.empty(0).device).manual_seed(seed)
 
 
 def at_thread_counts(counts, call) -> list:

@@ -128,7 +128,8 @@ def keep_freed_memory() -> None:
 
 def generator(seed: int) -> torch.Generator:
     """Of the default device, which is where a family makes its buffers."""
-    return torch.Generator(torch.get_default_device()).manual_seed(seed)
+    # Not get_default_device: torch 2.5 cannot say it after a `with torch.device`.
+    return torch.Generator(torch.empty(0).device).manual_seed(seed)
 
 
 def buffers(count_bytes: int, make: Callable[[int], Tensor], hot: bool) -> list[Tensor]:
