@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import time
 from importlib import metadata
 from pathlib import Path
 
@@ -143,10 +144,12 @@ def test_a_parallel_region_uses_more_than_one_thread():
     state = torch.zeros(16, 16, 128, 128)
     q, g = torch.ones(16, 1, 16, 128), torch.zeros(16, 1, 16)
     gdn_ops.recurrent(q, q, q, g, g, state)
-    before = thread_times()
-    for _ in range(200):
-        gdn_ops.recurrent(q, q, q, g, g, state)
-    worked = [t for t, ticks in thread_times().items() if ticks - before.get(t, 0) >= 5]
+    before, worked, start = thread_times(), [], time.monotonic()
+    # The system counts by samples of 10 ms, so how many calls show depends on the machine.
+    while len(worked) < 2 and time.monotonic() - start < 10:
+        for _ in range(200):
+            gdn_ops.recurrent(q, q, q, g, g, state)
+        worked = [t for t, ticks in thread_times().items() if ticks - before.get(t, 0) >= 5]
     assert len(worked) >= 2, f"only threads {worked} worked"
 
 
