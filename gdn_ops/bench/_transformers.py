@@ -7,6 +7,18 @@ from collections.abc import Callable
 import torch
 
 
+def rule(name: str) -> Callable:
+    """A rule of Qwen3.5's module by name, without what looks for other kernels in its place.
+
+    Raises:
+        ImportError: no transformers that has it.
+    """
+    from transformers.models.qwen3_5 import modeling_qwen3_5 as modeling
+
+    found = getattr(modeling, name)
+    return grouped(getattr(found, "__wrapped__", found))
+
+
 def grouped(rule: Callable) -> Callable:
     """``rule(q, k, v, ...)`` with fewer key heads than value heads.
 

@@ -30,6 +30,7 @@ from gdn_ops.bench._timing import (
     rounded_error,
     scaled_error,
 )
+from gdn_ops.bench._transformers import rule
 
 TITLE = "prefill in chunks, and a training step"
 K = V = 128
@@ -147,17 +148,10 @@ def vllm_peer(x: Inputs) -> Candidate:
     )
 
 
-def _fallback():
-    from transformers.models.qwen3_5 import modeling_qwen3_5 as modeling
-
-    f = modeling.torch_chunk_gated_delta_rule
-    return getattr(f, "__wrapped__", f)
-
-
 def transformers_peer(x: Inputs) -> Candidate:
     name = "transformers eager"
     try:
-        fallback = _fallback()
+        fallback = rule("torch_chunk_gated_delta_rule")
     except ImportError as error:
         return Candidate(name, skipped=f"transformers is not usable: {error}")
     ratio = x.HV // x.H
@@ -221,8 +215,6 @@ def _report(case: dict, candidates: list[Candidate], x: Inputs, flops: float, op
 
 
 def _training(x: Inputs, options: Options) -> list[dict]:
-    ratio = x.HV // x.H
-
     def leaves(*tensors: Tensor) -> list[Tensor]:
         return [t.detach().clone().requires_grad_() for t in tensors]
 
@@ -237,7 +229,7 @@ def _training(x: Inputs, options: Options) -> list[dict]:
 
     candidates = [Candidate("gdn_ops", own)]
     try:
-        fallback = _fallback()
+        fallback = rule("torch_chunk_gated_delta_rule")
     except ImportError as error:
         candidates.append(
             Candidate("transformers autograd", skipped=f"transformers is not usable: {error}")
@@ -245,7 +237,6 @@ def _training(x: Inputs, options: Options) -> list[dict]:
     else:
 
         def peer(q, k, v, g, beta):
-            q, k = (t.repeat_interleave(ratio, 2) for t in (q, k))
             return fallback(q, k, v, g=g, beta=beta)
 
         def other(i: int) -> list[Tensor]:

@@ -28,7 +28,7 @@ from gdn_ops.bench._timing import (
     nbytes,
     scaled_error,
 )
-from gdn_ops.bench._transformers import grouped
+from gdn_ops.bench._transformers import rule
 
 TITLE = "decode step of the recurrence, T = 1"
 K = V = 128
@@ -162,11 +162,9 @@ def einsum(inputs: Inputs, pools: list[Tensor], compiled: bool = False) -> Candi
 def transformers_peer(inputs: Inputs, pools: list[Tensor], compiled: bool) -> Candidate:
     name = "transformers compiled" if compiled else "transformers eager"
     try:
-        from transformers.models.qwen3_5 import modeling_qwen3_5 as modeling
+        fallback = rule("torch_recurrent_gated_delta_rule")
     except ImportError as error:
         return Candidate(name, skipped=f"transformers is not usable: {error}")
-    fallback = modeling.torch_recurrent_gated_delta_rule
-    fallback = grouped(getattr(fallback, "__wrapped__", fallback))
     x = inputs
 
     def step(q, k, v, g, beta, S):
