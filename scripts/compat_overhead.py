@@ -71,6 +71,11 @@ def pairs(N: int) -> Pairs:
             q, q, v, a3, a3, A_log, dt_bias, pool, rows, None, cu, accepted, None, True
         )
 
+    def packed_heads():
+        return recurrent_gated(
+            *heads, row_gates, row_gates, A_log, dt_bias, pool, rows, None, None, None, 0.5, True
+        )
+
     def functional():
         return chunk(q, q, v, g, g, first, cu, None, True, 64)
 
@@ -88,10 +93,7 @@ def pairs(N: int) -> Pairs:
                 mixed_qkv=x, **gates, scale=0.5, initial_state=pool, out=out,
                 ssm_state_indices=rows, **l2,
             ),
-            lambda: recurrent_gated(
-                *heads, row_gates, row_gates, A_log, dt_bias, pool, rows, None, None, None, 0.5,
-                True,
-            ),
+            packed_heads,
         ),
         "chunk_gated_delta_rule": (
             lambda: vllm.chunk_gated_delta_rule(
@@ -189,10 +191,7 @@ def pairs(N: int) -> Pairs:
                 mixed_qkv=x, **gates, scale=0.5, initial_state=pool, out=out,
                 ssm_state_indices=rows, **l2,
             ),
-            lambda: recurrent_gated(
-                *heads, row_gates, row_gates, A_log, dt_bias, pool, rows, None, None, None, 0.5,
-                True,
-            ),
+            packed_heads,
         ),
         "sglang: chunk_gated_delta_rule": (
             lambda: sglang.chunk_gated_delta_rule(

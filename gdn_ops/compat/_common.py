@@ -54,6 +54,13 @@ def check_out(op: str, out: Tensor, like: Tensor, name: str = "out") -> None:
         raise RuntimeError(f"{op}: {name}: is written, so it may not require grad")
 
 
+def check_given(op: str, **tensors: Tensor | None) -> None:
+    """Refuses, by name, the first tensor that is absent though its engine always passes it."""
+    for name, value in tensors.items():
+        if value is None:
+            raise ValueError(f"{op}: {name}: expected a tensor, got None")
+
+
 def refuse(op: str, name: str, value, advice: str):
     raise NotImplementedError(f"{op}: {name}={value!r} is not supported: {advice}")
 

@@ -18,6 +18,7 @@ from gdn_ops.compat import vllm
 from gdn_ops.compat._common import (
     PAD_SLOT_ID,
     activation_name,
+    check_given,
     check_out,
     check_softplus,
     refuse,
@@ -341,9 +342,7 @@ def causal_conv1d_fn(
     seq_lens_cpu and block_table repeat, for a launch, what query_start_loc says; they are not read.
     """
     op = "causal_conv1d_fn"
-    for name, value in (("conv_states", conv_states), ("query_start_loc", query_start_loc)):
-        if value is None:
-            raise ValueError(f"{op}: {name}: expected a tensor, got None")
+    check_given(op, conv_states=conv_states, query_start_loc=query_start_loc)
     if cache_indices is None:
         return vllm.causal_conv1d_fn(
             x, weight, bias, conv_states, query_start_loc, None, has_initial_state, activation

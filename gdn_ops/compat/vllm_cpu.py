@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from gdn_ops.compat._common import (
+    check_given,
     check_softplus,
     refuse,
 )
@@ -205,9 +206,7 @@ def causal_conv1d_fwd_cpu(
             that something else packed.
     """
     op = "causal_conv1d_fwd_cpu"
-    for name, value in (("conv_states", conv_states), ("query_start_loc", query_start_loc)):
-        if value is None:
-            raise ValueError(f"{op}: {name}: expected a tensor, got None")
+    check_given(op, conv_states=conv_states, query_start_loc=query_start_loc)
     if has_initial_state is None:
         has_initial_state = torch.zeros_like(query_start_loc[1:], dtype=torch.bool)
     weight = _plain_weight(op, weight, is_weight_packed)

@@ -19,6 +19,7 @@ from gdn_ops.compat import vllm
 from gdn_ops.compat._common import (
     PAD_SLOT_ID,
     activation_name,
+    check_given,
     check_softplus,
     refuse,
     refuse_given,
@@ -126,9 +127,7 @@ def causal_conv1d_fn(
         ValueError: no query_start_loc or no conv_states; another activation.
     """
     op = "causal_conv1d_fn"
-    for name, value in (("query_start_loc", query_start_loc), ("conv_states", conv_states)):
-        if value is None:
-            raise ValueError(f"{op}: {name}: expected a tensor, got None")
+    check_given(op, query_start_loc=query_start_loc, conv_states=conv_states)
     if (
         cache_indices is not None
         and has_initial_state is not None
