@@ -14,7 +14,7 @@ import itertools
 import statistics
 
 import torch
-from cuda_timing import relative_error, table_of
+from cuda_timing import relative_error, table_of, timed
 
 import gdn_ops  # noqa: F401  loads the library
 
@@ -42,17 +42,8 @@ def errors(H, HV, dtype):
     return [relative_error(x, y) for x, y in zip(got, want, strict=True)]
 
 
-def milliseconds(call, repeats=9):
-    times = []
-    for i in range(repeats + 2):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        call()
-        end.record()
-        end.synchronize()
-        if i >= 2:
-            times.append(start.elapsed_time(end))
-    return statistics.median(times)
+def microseconds(call) -> float:
+    return 1e6 * statistics.median(timed(call, 9))
 
 
 def fill(table, bandwidth, args) -> None:
@@ -67,16 +58,16 @@ def fill(table, bandwidth, args) -> None:
             continue
         for N, T in shapes if dtype == bf16 else shapes[:1]:
             x = inputs([T] * N, H, HV, dtype)
-            forward = milliseconds(lambda x=x: ops.chunk(*x[2:], None, True, 64))
+            forward = microseconds(lambda x=x: ops.chunk(*x[2:], None, True, 64))
             held = torch.cuda.memory_allocated()
             torch.cuda.reset_peak_memory_stats()
-            backward = milliseconds(lambda x=x: ops.chunk_backward(*x, None, True, 64))
+            backward = microseconds(lambda x=x: ops.chunk_backward(*x, None, True, 64))
             memory = (torch.cuda.max_memory_allocated() - held) / (N * T)
-            table.append({"call": f"{kind} {N}x{T}", "forward_us": forward * 1e3,
-                          "backward_us": backward * 1e3, "bytes_a_token": memory,
+            table.append({"call": f"{kind} {N}x{T}", "forward_us": forward,
+                          "backward_us": backward, "bytes_a_token": memory,
                           "errors": error})  # fmt: skip
             print(
-                f"{kind} {N}x{T}: forward {forward * 1e3:.0f} us, backward {backward * 1e3:.0f} us "
+                f"{kind} {N}x{T}: forward {forward:.0f} us, backward {backward:.0f} us "
                 f"({backward / forward:.1f}), {memory / 1e3:.0f} KB a token",
                 flush=True,
             )

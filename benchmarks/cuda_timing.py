@@ -6,8 +6,28 @@ import argparse
 import json
 import statistics
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
+
+Result = TypeVar("Result")
+
+
+def timed(
+    call: Callable[[], object], repeats: int, before: Callable[[], object] = lambda: None
+) -> list[float]:
+    """Seconds of ``repeats`` calls, after two that are not counted. ``before`` runs ahead of each
+    and is not timed."""
+    times = []
+    for _ in range(repeats + 2):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        before()
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return times[2:]
 
 
 def copy_bandwidth(gib: int = 4, repeats: int = 9) -> float:
@@ -17,16 +37,19 @@ def copy_bandwidth(gib: int = 4, repeats: int = 9) -> float:
     """
     a = torch.empty(gib << 28, dtype=torch.float32, device="cuda").normal_()
     b = torch.empty_like(a)
-    times = []
-    for i in range(repeats + 2):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        b.copy_(a)
-        end.record()
-        end.synchronize()
-        if i >= 2:
-            times.append(start.elapsed_time(end) / 1e3)
-    return 2 * a.numel() * 4 / statistics.median(times)
+    return 2 * a.numel() * 4 / statistics.median(timed(lambda: b.copy_(a), repeats))
+
+
+def captured(run: Callable[[], Result], warm: int = 2) -> tuple[torch.cuda.CUDAGraph, Result]:
+    """A CUDA graph of ``run()``, and the tensors that a replay writes its results to. What the
+    first calls build, load and look up is not for a graph: ``warm`` of them run before it."""
+    for _ in range(warm):
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = run()
+    return graph, result
 
 
 def graph_time(
@@ -40,25 +63,16 @@ def graph_time(
     ``calls`` address different memory, more than the L2 cache holds, so that no call finds its data
     there. ``before`` runs ahead of each replay and is not timed.
     """
-    rounds = max(1, -(-least // len(calls)))
+    walk = list(calls) * max(1, -(-least // len(calls)))
+
+    def run() -> None:
+        for call in walk:
+            call()
+
     for call in calls[:2]:
         call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(rounds):
-            for call in calls:
-                call()
-    times = []
-    for i in range(repeats + 2):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        before()
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        if i >= 2:
-            times.append(start.elapsed_time(end) / 1e3 / (rounds * len(calls)))
+    graph, _ = captured(run, warm=0)
+    times = [t / len(walk) for t in timed(graph.replay, repeats, before)]
     return statistics.median(times), (max(times) - min(times)) / 2
 
 

@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 import torch
 import transformers
-from cuda_timing import relative_error, table_of
+from cuda_timing import captured, relative_error, table_of
 
 import gdn_ops
 from gdn_ops.bench._stages import Layers
@@ -36,14 +36,9 @@ ROUNDS = 7
 Step = Callable[[], torch.Tensor]
 
 
-def captured(step: Step) -> Step:
+def in_one_graph(step: Step) -> Step:
     """``step`` in a graph of our own."""
-    for _ in range(2):
-        step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = step()
+    graph, y = captured(step)
 
     def replay():
         graph.replay()
@@ -111,7 +106,7 @@ def layer_table(table, bandwidth, batch) -> None:
             cache = copy.deepcopy(start)
             call = make(cache)
             if way.endswith("in one graph"):
-                call = captured(call)
+                call = in_one_graph(call)
                 restore(cache, start)
             error = relative_error(call(), want)
             for _ in range(4):  # compiled, warmed up, captured

@@ -28,6 +28,7 @@ import json
 import statistics
 
 import torch
+from cuda_timing import captured, timed
 
 import gdn_ops  # noqa: F401  loads the library
 
@@ -210,37 +211,16 @@ class Model:
         return found
 
 
-def captured(run) -> torch.cuda.CUDAGraph:
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        run()
-        run()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph
-
-
-def milliseconds(graph: torch.cuda.CUDAGraph, repeats: int) -> float:
-    times = []
-    for i in range(repeats + 3):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        if i >= 3:
-            times.append(start.elapsed_time(end))
-    return statistics.median(times)
+def milliseconds(step, repeats: int) -> float:
+    graph, _ = captured(step)
+    return 1e3 * statistics.median(timed(graph.replay, repeats))
 
 
 def verify(model: Model) -> None:
     """A replay from the same caches gives the tokens, logits and states of an eager step."""
     layers = model.layers
     model.layers = layers[:8]
-    graph = captured(model.step)
+    graph, _ = captured(model.step)
     kept = [x.clone() for x in model.mutable()]
     model.step()
     eager = [x.clone() for x in (model.token, model.logits)]
@@ -264,10 +244,10 @@ def measure(args: argparse.Namespace, batch: int) -> dict:
     torch.cuda.reset_peak_memory_stats()
     model = Model(args, batch)
     verify(model)
-    step = milliseconds(captured(model.step), args.steps)
+    step = milliseconds(model.step, args.steps)
     kept = model.drawn.double().mean().item()
     shares = {
-        name: milliseconds(captured(make()), 8)
+        name: milliseconds(make(), 8)
         for name, make in (
             ("gdn", model.only_gdn),
             ("projections", model.only_projections),

@@ -1,6 +1,7 @@
 """The command line: what each command prints, writes and returns."""
 
 import contextlib
+import functools
 import importlib.util
 import io
 import json
@@ -431,11 +432,16 @@ def test_scaled_error():
     assert _timing.scaled_error(torch.empty(0), torch.empty(0, dtype=torch.float64), 1, 1) == 0
 
 
-def test_a_device_that_gives_nan_is_not_timed():
+@pytest.fixture(scope="module")
+def cuda_timing():
     path = Path(__file__).parent.parent / "benchmarks" / "cuda_timing.py"
     spec = importlib.util.spec_from_file_location("cuda_timing", path)
-    cuda_timing = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(cuda_timing)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_device_that_gives_nan_is_not_timed(cuda_timing):
     want = torch.tensor([1.0, -2.0])
     assert cuda_timing.relative_error(want * 1.5, want) == 0.5
     assert cuda_timing.relative_error(torch.tensor([1.0, float("nan")]), want) == float("inf")
@@ -588,10 +594,10 @@ def test_verify_lowrank_on_a_models_activations(capsys):
     assert main(["verify", "--lowrank", "--text", "no such file"]) == 2
 
 
-def test_a_device_is_timed_by_graphs_of_the_whole_walk(monkeypatch):
-    """The CUDA half of the timing, on a device that is not there."""
-    from gdn_ops.bench import _timing
-
+@pytest.fixture
+def graphs(monkeypatch):
+    """CUDA graphs and events of a device that is not there: ``recorded`` are the calls that ran,
+    each of a millisecond, and ``capturing`` is not empty inside a capture."""
     recorded, capturing = [], []
 
     class Graph:
@@ -609,7 +615,7 @@ def test_a_device_is_timed_by_graphs_of_the_whole_walk(monkeypatch):
             pass
 
         def elapsed_time(self, end):
-            return float(end.at - self.at)  # a millisecond a call
+            return float(end.at - self.at)
 
     @contextlib.contextmanager
     def graph(g):
@@ -625,6 +631,11 @@ def test_a_device_is_timed_by_graphs_of_the_whole_walk(monkeypatch):
     for name, stub in (("CUDAGraph", Graph), ("Event", Event), ("graph", graph)):
         monkeypatch.setattr(torch.cuda, name, stub)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    return recorded, capturing
+
+
+def test_a_device_is_timed_by_graphs_of_the_whole_walk(graphs):
+    recorded, capturing = graphs
 
     def refuses(i):
         if capturing:
@@ -643,3 +654,13 @@ def test_a_device_is_timed_by_graphs_of_the_whole_walk(monkeypatch):
     assert candidates[0].note == ""
     wanted = "a peer; not captured: operation not permitted when stream is capturing"
     assert candidates[1].note == wanted
+
+
+def test_benchmarks_of_a_device_replay_one_graph(cuda_timing, graphs):
+    recorded, _ = graphs
+    calls = [functools.partial(recorded.append, name) for name in "abc"]
+    seconds, spread = cuda_timing.graph_time(calls, repeats=2, least=4, before=calls[0])
+    assert (seconds, spread) == (pytest.approx(1e-3), 0)
+    assert recorded == ["a", "b", *4 * ["a", *"abcabc"]]  # `before` and its replay
+    graph, result = cuda_timing.captured(lambda: recorded.append("d") or "its tensor")
+    assert recorded[-2:] == ["d", "d"] and graph.calls == ["d"] and result == "its tensor"
