@@ -352,12 +352,8 @@ class PatchedGatedDeltaNet:
         if mode == "full":
             self._gdn_fold(layer)
         state = None if mode == "lowrank" else layer.recurrent_states[0].transpose(-1, -2)
-        if (
-            mode == "buffered"
-            and not (state.is_cpu or state.is_contiguous())
-            and self.head_k_dim in (64, 128, 256)
-        ):
-            # A reordered or foreign cache, copied once: fast kernels of devices want K together.
+        if mode == "buffered" and not (state.is_cpu or state.is_contiguous()):
+            # A reordered or foreign cache, copied once: devices are faster with K together.
             state = state.contiguous()
             layer.recurrent_states[0] = state.transpose(-1, -2)
         window = () if mode == "full" else tuple(layer.recurrent_states[i] for i in WINDOW_SLOTS)
