@@ -1,15 +1,11 @@
-"""sglang's functions: recorded signatures, float64 oracles, and the plug-in."""
+"""sglang's functions: recorded signatures, float64 oracles, what is refused."""
 
-import importlib.metadata
 import inspect
-import sys
-import types
-from pathlib import Path
 
 import pytest
 import torch
 from common import assert_close, make_pool, make_qkv
-from test_vllm_compat import (
+from engines import (
     HV,
     SIGNATURES,
     SLACK,
@@ -19,7 +15,6 @@ from test_vllm_compat import (
     P,
     V,
     W,
-    contents,
     conv_pool,
     layer,
     qkv,
@@ -504,91 +499,3 @@ def engine_calls():
 
 def test_a_call_that_raises_has_written_nothing():
     assert refusals_that_write_nothing(engine_calls()) > 150
-
-
-# --- the plug-in, on an engine of empty modules
-
-
-def fake(functions, extra=""):
-    """Functions with the signatures of ours, that raise when called."""
-    space = {}
-    for name, ours in functions.items():
-        parameters = ", ".join(inspect.signature(ours).parameters)
-        exec(f"def {name}({parameters}{extra}, **kwargs): raise AssertionError", space)
-    return {name: space[name] for name in functions}
-
-
-@pytest.fixture
-def engine(monkeypatch):
-    def build(cpu=False, extra=""):
-        for name in [n for n in sys.modules if n.split(".")[0] == "sglang"]:
-            monkeypatch.delitem(sys.modules, name)
-        made = {module: fake(functions, extra) for module, functions in plugin._SGLANG.items()}
-        made["sglang.srt.utils"] = {"is_cpu": lambda: cpu, "is_npu": lambda: False}
-        # A backend that imported by name before the plug-in came.
-        made["sglang.srt.backend"] = {
-            "fn": made["sglang.srt.layers.attention.mamba.causal_conv1d"]["causal_conv1d_fn"],
-            "gates": made["sglang.kernels.ops.attention.linear.fused_gdn_gating"][
-                "fused_gdn_gating"
-            ],
-        }
-        for name in list(made):
-            parts = name.split(".")
-            for end in range(1, len(parts)):
-                made.setdefault(".".join(parts[:end]), {})
-        for name, attributes in made.items():
-            module = types.ModuleType(name)
-            module.__path__ = []
-            vars(module).update(attributes)
-            monkeypatch.setitem(sys.modules, name, module)
-        return sys.modules
-
-    yield build
-    plugin.uninstall()
-
-
-def names(modules):
-    return contents(modules, "sglang")
-
-
-def test_plugin_in_and_out(engine, monkeypatch):
-    modules = engine()
-    before = names(modules)
-    monkeypatch.delenv(plugin.ENVIRONMENT["sglang"], raising=False)
-    plugin.register_sglang()
-    assert names(modules) == before
-    monkeypatch.setenv(plugin.ENVIRONMENT["sglang"], "1")
-    plugin.register_sglang()
-    backend = modules["sglang.srt.backend"]
-    assert backend.fn is sglang.causal_conv1d_fn_cuda and backend.gates is sglang.fused_gdn_gating
-    assert modules["sglang.kernels.ops.mamba.causal_conv1d_triton"].causal_conv1d_fn is (
-        sglang.causal_conv1d_fn
-    )
-    assert len(plugin.installed()) == len(REPLACED) + 2
-    assert plugin.install_sglang() == plugin.installed()
-    plugin.uninstall()
-    assert names(modules) == before and plugin.installed() == []
-
-
-def test_plugin_ends_the_process_rather_than_serve_without_what_was_asked(engine, monkeypatch):
-    modules = engine(extra=", keyword_of_a_later_version=None")
-    before = names(modules)
-    monkeypatch.setenv(plugin.ENVIRONMENT["sglang"], "1")
-    with pytest.raises(SystemExit, match="sglang has keywords .* keyword_of_a_later_version"):
-        plugin.register_sglang()
-    engine(cpu=True)
-    with pytest.raises(SystemExit, match="CPUs and NPUs"):
-        plugin.register_sglang()
-    monkeypatch.setenv(plugin.ENVIRONMENT["sglang"], "yes")
-    with pytest.raises(SystemExit, match="GDN_OPS_SGLANG: expected 0 or 1"):
-        plugin.register_sglang()
-    assert plugin.installed() == [] and names(engine(extra="")).keys() == before.keys()
-
-
-def test_entry_point_is_declared():
-    text = (Path(__file__).parent.parent / "pyproject.toml").read_text()
-    point = importlib.metadata.EntryPoint(
-        "gdn_ops", "gdn_ops.compat.plugin:register_sglang", "sglang.srt.plugins"
-    )
-    assert f'[project.entry-points."{point.group}"]\n{point.name} = "{point.value}"' in text
-    assert point.load() is plugin.register_sglang
