@@ -1,30 +1,36 @@
 """Gated DeltaNet operators for PyTorch: ``torch.ops.gdn.*`` with documented wrappers."""
 
-from gdn_ops import _native
+try:
+    from gdn_ops import _native
 
-_native.load()
+    _native.load()
+except ImportError as error:
+    from gdn_ops.cli import _unloaded
 
-from gdn_ops import xpu_twin  # noqa: E402
+    _unloaded.end_command(error)
+    raise
+
+from gdn_ops import xpu_twin
 
 if xpu_twin.available():
     # Named before anything looks kernels up by the name of their device.
     xpu_twin.device()
 
-from gdn_ops._runtime import backends, get_precision, set_precision  # noqa: E402
-from gdn_ops.causal_conv1d import causal_conv1d_fn, causal_conv1d_update  # noqa: E402
-from gdn_ops.fla import (  # noqa: E402
+from gdn_ops._runtime import backends, get_precision, set_precision
+from gdn_ops.causal_conv1d import causal_conv1d_fn, causal_conv1d_update
+from gdn_ops.fla import (
     chunk_gated_delta_rule,
     fused_recurrent_gated_delta_rule,
 )
-from gdn_ops.ops import paged  # noqa: E402, F401
-from gdn_ops.ops.chunk import chunk, chunk_lowrank, chunk_prefill  # noqa: E402
-from gdn_ops.ops.conv import conv1d, conv_gating, short_conv  # noqa: E402
-from gdn_ops.ops.decode import decode  # noqa: E402
-from gdn_ops.ops.gates import gating  # noqa: E402
-from gdn_ops.ops.linear import linear  # noqa: E402
-from gdn_ops.ops.norm import gated_rms_norm  # noqa: E402
-from gdn_ops.ops.recurrent import recurrent, recurrent_gated  # noqa: E402
-from gdn_ops.ops.windows import (  # noqa: E402
+from gdn_ops.ops import paged  # noqa: F401
+from gdn_ops.ops.chunk import chunk, chunk_lowrank, chunk_prefill
+from gdn_ops.ops.conv import conv1d, conv_gating, short_conv
+from gdn_ops.ops.decode import decode
+from gdn_ops.ops.gates import gating
+from gdn_ops.ops.linear import linear
+from gdn_ops.ops.norm import gated_rms_norm
+from gdn_ops.ops.recurrent import recurrent, recurrent_gated
+from gdn_ops.ops.windows import (
     decode_buffered,
     decode_lowrank,
     recurrent_buffered,

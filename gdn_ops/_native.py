@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import torch
@@ -14,18 +15,27 @@ def load() -> Path:
 
     Raises:
         ImportError: the library is missing, or was built for another torch; the message names both
-            versions and the command that rebuilds it.
+            versions and the command that rebuilds it, or the package with a library that this one
+            hides.
     """
-    here = Path(__file__).parent
+    here = Path(__file__).resolve().parent
     candidates = sorted(here.glob("_C*.so")) + sorted(here.glob("_C*.pyd"))
     try:
         from gdn_ops._build_info import TORCH_VERSION as built_for
     except ImportError:
         built_for = "unknown"
     if not candidates:
-        raise ImportError(
-            f"gdn_ops: the native library is missing from {here}. Build it with: {REBUILD}"
+        # Python looks into the directory it runs in first: a source tree there hides the package
+        # that was installed from it.
+        others = [p for p in (Path(x).resolve() / "gdn_ops" for x in sys.path) if p != here]
+        hidden = next((p for p in others if any(p.glob("_C*.so"))), None)
+        get = (
+            f"Build it with: {REBUILD}"
+            if hidden is None
+            else f"That of {hidden} is not used, because this directory comes first in sys.path: "
+            "run Python elsewhere, or install this tree with --editable"
         )
+        raise ImportError(f"gdn_ops: the native library is missing from {here}. {get}")
     try:
         torch.ops.load_library(str(candidates[0]))
     except OSError as error:

@@ -1,6 +1,7 @@
 """What the build leaves behind: the library, its error messages, the archives."""
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -22,33 +23,82 @@ ROOT = Path(__file__).resolve().parent.parent
 LIBRARY = next(iter(sorted(PACKAGE.glob("_C*.so"))))
 
 
-def import_copy(tmp_path, change) -> str:
-    """Import a copy of the package that ``change`` damaged; returns what Python says."""
+def without_library(package: Path) -> None:
+    for library in package.glob("_C*.so"):
+        library.unlink()
+
+
+def with_library_of_another_torch(package: Path) -> None:
+    (package / "_build_info.py").write_text("TORCH_VERSION = '2.4.7'\nBACKENDS = ['cpu']\n")
+    next(iter(package.glob("_C*.so"))).write_bytes(b"not a library")
+
+
+def run_copy(tmp_path, change, *args: str, behind: str = "") -> subprocess.CompletedProcess:
+    """Python that finds a copy of the package which ``change`` damaged, and ``behind`` it."""
     copy = tmp_path / "gdn_ops"
-    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    change(copy)
-    done = subprocess.run(
-        [sys.executable, "-c", "import gdn_ops"], cwd=tmp_path, capture_output=True, text=True,
-        env={**os.environ, "PYTHONPATH": str(tmp_path)}, timeout=120, check=False,
+    if not copy.exists():
+        shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+        change(copy)
+    return subprocess.run(
+        [sys.executable, *args], cwd=tmp_path, capture_output=True, text=True, timeout=120,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{behind}"}, check=False,
     )  # fmt: skip
-    assert done.returncode != 0
-    return done.stderr
 
 
 def test_missing_library_says_how_to_build(tmp_path):
-    text = import_copy(tmp_path, lambda p: [x.unlink() for x in p.glob("_C*.so")])
-    assert "ImportError: gdn_ops: the native library is missing" in text
-    assert _native.REBUILD in text
+    done = run_copy(tmp_path, without_library, "-c", "import gdn_ops")
+    assert done.returncode != 0
+    assert "ImportError: gdn_ops: the native library is missing" in done.stderr
+    installed = any(any(Path(p, "gdn_ops").glob("_C*.so")) for p in sys.path)
+    assert ("run Python elsewhere" if installed else _native.REBUILD) in done.stderr
+
+
+def test_a_tree_that_hides_the_installed_package_says_so(tmp_path):
+    """In the clone that the package was installed from, where rebuilding would not help."""
+    args = (tmp_path, without_library, "-c", "import gdn_ops")
+    done = run_copy(*args, behind=str(PACKAGE.parent))
+    assert done.returncode != 0
+    assert f"That of {PACKAGE} is not used" in done.stderr and _native.REBUILD not in done.stderr
 
 
 def test_library_of_another_torch_names_both_versions(tmp_path):
-    def change(package: Path) -> None:
-        (package / "_build_info.py").write_text("TORCH_VERSION = '2.4.7'\nBACKENDS = ['cpu']\n")
-        next(iter(package.glob("_C*.so"))).write_bytes(b"not a library")
+    done = run_copy(tmp_path, with_library_of_another_torch, "-c", "import gdn_ops")
+    assert done.returncode != 0
+    assert "built for torch 2.4.7" in done.stderr and f"torch {torch.__version__}" in done.stderr
+    assert _native.REBUILD in done.stderr
 
-    text = import_copy(tmp_path, change)
-    assert "built for torch 2.4.7" in text and f"torch {torch.__version__}" in text
-    assert _native.REBUILD in text
+
+@pytest.mark.parametrize("started", ["-m gdn_ops", "gdn-ops"])
+@pytest.mark.parametrize("change", [without_library, with_library_of_another_torch])
+def test_the_command_without_a_library_says_it_in_words(tmp_path, change, started):
+    """`doctor` is what one runs then: it reports, with status 1; the others cannot run."""
+    script = tmp_path / "gdn-ops"
+    script.write_text("import sys\nfrom gdn_ops.cli import main\nsys.exit(main())\n")
+    started = started.split()
+    problem = {without_library: "missing", with_library_of_another_torch: "built for torch 2.4.7"}
+
+    done = run_copy(tmp_path, change, *started, "doctor")
+    assert (done.returncode, done.stderr) == (1, "")
+    assert "problem: gdn_ops: the native library" in done.stdout
+    assert problem[change] in done.stdout and f"torch: {torch.__version__}" in done.stdout
+
+    done = run_copy(tmp_path, change, *started, "doctor", "--json")
+    assert done.returncode == 1 and "problem: " in done.stderr
+    data = json.loads(done.stdout)
+    assert (data["command"], data["status"]) == ("doctor", 1)
+    assert problem[change] in data["problems"][0]
+    run_copy(tmp_path, change, *started, "doctor", "--json", "x.json")
+    assert json.loads((tmp_path / "x.json").read_text()) == data
+
+    done = run_copy(tmp_path, change, *started, "verify")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("gdn-ops: gdn_ops: the native library")
+
+
+def test_an_import_without_a_library_ends_no_process(tmp_path):
+    code = "try: import gdn_ops\nexcept ImportError: print('went on')"
+    done = run_copy(tmp_path, without_library, "-c", code, "doctor")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "went on\n", "")
 
 
 def test_build_info_is_of_this_torch():

@@ -1,0 +1,95 @@
+"""What the command says where the package cannot be imported: words instead of a traceback.
+
+``gdn_ops/__init__.py`` calls it, so nothing of the package is there yet, and torch or rich may be
+what is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+
+def is_command() -> bool:
+    """Whether this process is ``gdn-ops`` or ``python -m gdn_ops``."""
+    # While `-m` imports the package, argv[0] does not name it yet.
+    started = sys.orig_argv[: len(sys.orig_argv) - len(sys.argv) + 1]
+    return bool(started) and Path(started[-1]).name in ("gdn-ops", "gdn_ops")
+
+
+def _state() -> dict[str, dict]:
+    """What `doctor` can see: of its keys, those that need no library."""
+    package = Path(__file__).parent.parent
+    try:
+        from gdn_ops._build_info import TORCH_VERSION as built_for
+    except ImportError:
+        built_for = None
+    try:
+        torch = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        torch = None
+    library = next(iter(sorted(package.glob("_C*.so"))), None)
+    return {
+        "machine": {
+            "python": f"{platform.python_version()} ({sys.executable})",
+            "platform": platform.platform(),
+            "torch": torch,
+        },
+        "native": {"library": library and str(library), "built_for_torch": built_for},
+    }
+
+
+def end_command(error: ImportError) -> None:
+    """Ends the process with a status if it is the command; otherwise nothing.
+
+    `doctor` reports the problem, with status 1; others cannot do what was asked, status 2.
+    """
+    if not is_command():
+        return
+    problem = str(error)
+    if error.name == "torch":
+        problem = "torch is missing: pip install 'torch>=2.5'"
+    parser = argparse.ArgumentParser(prog="gdn-ops", add_help=False, allow_abbrev=False)
+    parser.add_argument("command", nargs="?")
+    parser.add_argument("--json", nargs="?", const="-")
+    args, _ = parser.parse_known_args(sys.argv[1:])
+    try:
+        status = _doctor(problem, args.json) if args.command == "doctor" else 2
+        if status == 2:
+            print(f"gdn-ops: {problem}", file=sys.stderr, flush=True)
+    except OSError as unwritable:
+        # Of the exit too: what is left in the buffers has nowhere to go either.
+        with suppress(OSError, AttributeError), open(os.devnull, "w") as null:
+            os.dup2(null.fileno(), sys.stdout.fileno())
+        if isinstance(unwritable, BrokenPipeError):
+            status = 141
+        else:
+            status = 2
+            with suppress(OSError):
+                print(f"gdn-ops doctor: cannot write its output: {unwritable}", file=sys.stderr)
+    raise SystemExit(status)
+
+
+def _doctor(problem: str, json_path: str | None) -> int:
+    state = _state()
+    lines = [
+        f"{name}: {'missing' if value is None else value}"
+        for part in state.values()
+        for name, value in part.items()
+    ]
+    text = sys.stderr if json_path == "-" else sys.stdout
+    print(*lines, f"problem: {problem}", sep="\n", file=text, flush=True)
+    if json_path:
+        data = {"command": "doctor", "status": 1, **state, "problems": [problem]}
+        said = json.dumps(data, indent=2) + "\n"
+        if json_path == "-":
+            print(said, end="", flush=True)
+        else:
+            Path(json_path).write_text(said)
+    return 1
