@@ -711,6 +711,46 @@ def test_lowrank_states_are_not_taken_for_full_ones():
     cache, layer = new_cache(model), first_layer(model)
     run_split_lowrank = layer(hidden(1, 5), **{layer.gdn_cache_argument: cache})
     assert run_split_lowrank.shape == (1, 5, 64)
-    gdn_ops.patch(model, state_mode="full")
-    with pytest.raises(RuntimeError, match="low-rank windows"):
-        layer(hidden(1, 1), **{layer.gdn_cache_argument: cache})
+    for mode in ("full", "buffered"):
+        gdn_ops.patch(model, state_mode=mode)
+        with pytest.raises(RuntimeError, match="low-rank windows"):
+            layer(hidden(1, 1), **{layer.gdn_cache_argument: cache})
+
+
+@needs["buffered"]
+@needs["lowrank"]
+def test_full_states_are_not_left_out_of_low_rank_ones():
+    """A buffered cache has windows, but they are not all of its state."""
+    plain = tiny_model("qwen3_5")
+    x = hidden(2, 14)
+    expected = run_split(first_layer(plain), new_cache(plain), x, [14])
+    patched = gdn_ops.patch(copy.deepcopy(plain), state_mode="buffered", window=8)
+    cache, layer = new_cache(patched), first_layer(patched)
+    begun, _, _ = run_split(layer, cache, x[:, :8], [5, 1, 1, 1])
+    gdn_ops.patch(patched, state_mode="lowrank", window=32)
+    with pytest.warns(UserWarning, match="holds full states"):
+        rest, conv, state = run_split(layer, cache, x[:, 8:], [1, 1, 4])
+    got = (torch.cat([begun, rest], 1), conv, state)
+    for have, want in zip(got, expected, strict=True):
+        torch.testing.assert_close(have, want, rtol=1e-4, atol=1e-5)
+
+
+@needs["buffered"]
+@needs["lowrank"]
+def test_a_cache_that_was_reset_starts_in_another_mode():
+    plain = tiny_model("qwen3_5")
+    x = hidden(2, 12)
+    expected, _, _ = run_split(first_layer(plain), new_cache(plain), x, [12])
+    patched = gdn_ops.patch(copy.deepcopy(plain), state_mode="full")
+    cache, layer = new_cache(patched), first_layer(patched)
+    states = cache.layers[0].recurrent_states
+    for mode, window in (
+        ("full", 16), ("lowrank", 32), ("buffered", 4), ("buffered", 8), ("lowrank", 16)
+    ):  # fmt: skip
+        gdn_ops.patch(patched, state_mode=mode, window=window)
+        cache.reset()
+        y, _, _ = run_split(layer, cache, x, [5, 1, 1, 1, 3, 1])
+        torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-5)
+        assert (states[0] is None) == (mode == "lowrank")
+        if mode != "full":
+            assert states[1].shape[2] == window

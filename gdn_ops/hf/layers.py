@@ -249,7 +249,7 @@ class PatchedGatedDeltaNet:
             return "seq_idx without cu_seq_lens_q"
         if history and layer.conv_states[0].dtype not in layers.DTYPES:
             return f"the conv state of the cache is {layer.conv_states[0].dtype}"
-        if history and self.gdn_state_mode == "lowrank" and layer.number_of_states == 1:
+        if history and self.gdn_state_mode == "lowrank" and layer.recurrent_states[0] is not None:
             return "the cache holds full states, made before state_mode was 'lowrank'"
         return None
 
@@ -333,7 +333,11 @@ class PatchedGatedDeltaNet:
             rows = slice(None) if cu_seqlens is None else slice(-1, None)
             index, width = self.layer_idx, self.conv_kernel_size
             cache.update_conv_state(states.conv[rows], index, conv_kernel_size=width)
-            if states.state is not None:
+            if states.state is None:
+                # A cache that was reset may have kept one, which nothing would write from now on.
+                cache.layers[index].recurrent_states[0] = None
+                cache.layers[index].is_recurrent_states_initialized[0] = False
+            else:
                 # Stored transposed, in the layout of the kernels: the cache keeps its strides.
                 cache.update_recurrent_state(states.state[rows].transpose(-1, -2), index)
             if mode == "lowrank":
@@ -341,7 +345,7 @@ class PatchedGatedDeltaNet:
                     cache.layers[index], [t[rows] for t in layers.window_of(states)]
                 )
             elif self.gdn_state_mode == "buffered" and not needs_grad:
-                self._gdn_empty_window(cache.layers[index], projected, mixer)
+                self._gdn_empty_window(cache.layers[index], projected, mixer, self.gdn_window)
         return y
 
     def _gdn_continue(self, projected: Tensor, mixer: layers.Mixer, layer: Any) -> Tensor:
@@ -351,7 +355,7 @@ class PatchedGatedDeltaNet:
             self._gdn_empty_window(layer, projected, mixer)
         if mode == "full":
             self._gdn_fold(layer)
-        state = None if mode == "lowrank" else layer.recurrent_states[0].transpose(-1, -2)
+        state = None if mode == "lowrank" else self._gdn_state(layer)
         if mode == "buffered" and not (state.is_cpu or state.is_contiguous()):
             # A reordered or foreign cache, copied once: devices are faster with K together.
             state = state.contiguous()
@@ -361,10 +365,13 @@ class PatchedGatedDeltaNet:
             projected, mixer, layers.States(layer.conv_states[0], state, *window), state_mode=mode
         )
 
-    def _gdn_empty_window(self, layer: Any, projected: Tensor, mixer: layers.Mixer) -> None:
-        """A window for a cache that has none. Where it can be before the first step: what is made
-        inside of a CUDA graph does not outlive its next replay."""
-        if layer.number_of_states == 1:
+    def _gdn_empty_window(
+        self, layer: Any, projected: Tensor, mixer: layers.Mixer, size: int | None = None
+    ) -> None:
+        """A window for a cache that has none (or, with ``size``, an empty one of another size).
+        Where it can be before the first step: what is made inside of a CUDA graph does not outlive
+        its next replay."""
+        if layer.number_of_states == 1 or size not in (None, layer.recurrent_states[1].shape[2]):
             rows, device = layer.conv_states[0].shape[0], projected.device
             empty = windows.allocate(rows, *mixer.heads, self.gdn_window, device=device)
             self._gdn_store_window(layer, empty)
@@ -373,8 +380,10 @@ class PatchedGatedDeltaNet:
     def _gdn_store_window(layer: Any, window: Any) -> None:
         for slot, tensor in zip(WINDOW_SLOTS, window, strict=True):
             if slot < layer.number_of_states:
-                layer.recurrent_states[slot].copy_(tensor)
-                continue
+                old = layer.recurrent_states[slot]
+                if old.shape == tensor.shape:  # not so once the size of windows was changed
+                    old.copy_(tensor)
+                    continue
             layer.recurrent_states[slot] = tensor.contiguous()
             layers.keep_address(layer.recurrent_states[slot])
             layer.is_recurrent_states_initialized[slot] = True
@@ -388,15 +397,19 @@ class PatchedGatedDeltaNet:
         """Before code that reads the state alone: fold a window that the cache may hold into it."""
         if layer is None or layer.number_of_states == 1 or not layer.has_previous_state[0]:
             return
+        torch.ops.gdn.window_flush.default(
+            self._gdn_state(layer), *(layer.recurrent_states[i] for i in WINDOW_SLOTS)
+        )
+
+    @staticmethod
+    def _gdn_state(layer: Any) -> Tensor:
+        """The state of a cache with a history, as the ops take it."""
         if layer.recurrent_states[0] is None:
             raise RuntimeError(
                 "gdn_ops: the cache holds low-rank windows and no state; only a layer patched with "
                 "state_mode='lowrank' can continue it, and without gradients"
             )
-        torch.ops.gdn.window_flush.default(
-            layer.recurrent_states[0].transpose(-1, -2),
-            *(layer.recurrent_states[i] for i in WINDOW_SLOTS),
-        )
+        return layer.recurrent_states[0].transpose(-1, -2)
 
 
 class GdnOpsQwen3_5GatedDeltaNet(PatchedGatedDeltaNet, Qwen3_5GatedDeltaNet):
