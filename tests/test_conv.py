@@ -109,6 +109,41 @@ def test_update_beside_others(act, N, layout):
     assert torch.equal(together, alone)
 
 
+@pytest.mark.parametrize("layout", ["rows", "columns"])
+@pytest.mark.parametrize("l2norm, V", [(False, 32), (True, 32), (True, 24)])
+@pytest.mark.parametrize("N", [3, 19])
+@pytest.mark.parametrize("act", ACTIVATIONS)
+def test_conv_gating_beside_others(act, N, l2norm, V, layout):
+    """The same of the convolution with gates, and the convolution is that of short_conv."""
+    H, HV, K = 5, 15, 48
+    C = 2 * H * K + HV * V
+    layer = make_layer(N, 1, H, HV, K, V, dtype=act)
+    mixed, _, b, a = layer["projected"].split([C, HV * V, HV, HV], dim=-1)
+    weight, bias = layer["conv_weight"], layer["conv_bias"]
+    rows = torch.randperm(N + 1)[:N]
+    rows[N // 2] = -1
+    live = torch.ones(N, dtype=torch.bool)
+    live[N - 1] = False
+    together, alone, plain = (conv_pool(N + 1, C, 3, act, layout) for _ in range(3))
+
+    def call(pool, n):
+        gates = a[n], b[n], weight, bias, layer["A_log"], layer["dt_bias"]
+        kw = dict(state_indices=rows[n], has_initial_state=live[n], qk_l2norm=l2norm)
+        return gdn_ops.conv_gating(mixed[n], *gates, pool, H, K, **kw)
+
+    got = call(together, slice(None))
+    for n in range(N):
+        for one, x in zip(call(alone, slice(n, n + 1)), got, strict=True):
+            assert torch.equal(one[0], x[n])
+    assert torch.equal(together, alone)
+    y = gdn_ops.short_conv(mixed, weight, bias, plain, state_indices=rows, has_initial_state=live)
+    assert torch.equal(together, plain)
+    q, k, v = (x.flatten(1) for x in got[:3])
+    assert torch.equal(v, y[:, 0, 2 * H * K :])
+    if not l2norm:
+        assert torch.equal(torch.cat([q, k], 1), y[:, 0, : 2 * H * K])
+
+
 @pytest.mark.parametrize("L", [3, 4])
 @pytest.mark.parametrize("layout", ["rows", "columns"])
 @pytest.mark.parametrize("act", ACTIVATIONS)

@@ -635,15 +635,15 @@ static void short_conv_block(const ConvArgs& a, int64_t index, int64_t c, int64_
 
 #if GDN_CONV_PAIRS
 // Channels [c, c + n) of two sequences side by side: their misses overlap, and the taps serve both.
-// False, and nothing done, where they are not two updates in pairs of words.
-static bool short_conv_two(const ConvArgs& a, int64_t first, int64_t second, int64_t c, int64_t n,
-                           const Taps& taps) {
+// y_of(i, seq): where the outputs of sequence i go. False, and nothing done, where they are not two
+// updates in pairs of words.
+template <class Outputs>
+static bool conv_update_two(const ConvArgs& a, int64_t first, int64_t second, int64_t c, int64_t n,
+                            const Taps& taps, Outputs y_of) {
   constexpr DType words = DType::bf16;
-  if (!has_pairs(a) || a.x.dtype != words || a.x.sd != 1 || a.y.dtype != words ||
-      a.state.dtype != words) {
-    return false;
-  }
-  ConvRow<bf16_t, bf16_t, bf16_t> rows[2];
+  if (!has_pairs(a) || a.x.dtype != words || a.x.sd != 1 || a.state.dtype != words) return false;
+  using Y = std::remove_pointer_t<decltype(y_of(0, Sequence{}))>;
+  ConvRow<bf16_t, bf16_t, Y> rows[2];
   int64_t columns = 0;
   for (int i = 0; i < 2; ++i) {
     const Sequence seq = sequence_of(a.seqs, i == 0 ? first : second, 0);
@@ -652,7 +652,7 @@ static bool short_conv_two(const ConvArgs& a, int64_t first, int64_t second, int
     if (!is_update(a, seq, win, n)) return false;
     columns = win.old;
     rows[i] = {history_row<bf16_t>(a, seq, c), element<bf16_t>(a.x, seq.b, seq.start, 0) + c,
-               output_row<bf16_t>(a, seq, seq.start, c)};
+               y_of(i, seq)};
   }
   conv_update(a, columns, taps, 0, n, rows, 2);
   return true;
@@ -712,7 +712,11 @@ static void short_conv(const ConvArgs& a, const Parallel& threads) {
       [&](int64_t n, int64_t m, int64_t block, const Taps& taps) {
         const int64_t c = block * width, count = channels(block);
 #if GDN_CONV_PAIRS
-        if (m >= 0 && short_conv_two(a, n, m, c, count, taps)) return;
+        auto y_of = [&](int, const Sequence& seq) {
+          return output_row<bf16_t>(a, seq, seq.start, c);
+        };
+        const bool in_words = a.y.dtype == DType::bf16;
+        if (m >= 0 && in_words && conv_update_two(a, n, m, c, count, taps, y_of)) return;
 #endif
         short_conv_block(a, n, c, count, taps);
         if (m >= 0) short_conv_block(a, m, c, count, taps);
@@ -776,6 +780,32 @@ static void conv_gating(const ConvGatingArgs& a, const Parallel& parallel) {
                     store_row(*b.out, seq.b, t, b.head + (c - b.channel) / b.dim, 0, n_row, y);
                   });
   };
+#if GDN_CONV_PAIRS
+  auto two = [&](int64_t n, int64_t m, const Block& b, const Taps& taps) {
+    const int64_t channels = b.heads * b.dim;
+    if (b.out->dtype != DType::bf16 || b.dim % kLanes != 0) return false;
+    if (!b.normalise) {
+      auto y_of = [&](int, const Sequence& seq) {
+        return const_cast<bf16_t*>(element<bf16_t>(*b.out, seq.b, seq.start, b.head));
+      };
+      return conv_update_two(a.conv, n, m, b.channel, channels, taps, y_of);
+    }
+    alignas(64) float y[2][kConvBlock];
+    Sequence seqs[2];
+    auto y_of = [&](int i, const Sequence& seq) {
+      seqs[i] = seq;
+      return y[i];
+    };
+    if (!conv_update_two(a.conv, n, m, b.channel, channels, taps, y_of)) return false;
+    for (int i = 0; i < 2; ++i) {
+      for (int64_t h = 0; h < b.heads; ++h) {
+        l2_normalise(y[i] + h * b.dim, b.dim);
+        store_row(*b.out, seqs[i].b, seqs[i].start, b.head + h, 0, b.dim, y[i] + h * b.dim);
+      }
+    }
+    return true;
+  };
+#endif
   over_blocks(
       a.conv, blocks, parallel,
       [&](int64_t i, Taps& taps) {
@@ -783,7 +813,11 @@ static void conv_gating(const ConvGatingArgs& a, const Parallel& parallel) {
         load_taps(a.conv, b.channel, b.heads * b.dim, taps);
       },
       [&](int64_t n, int64_t m, int64_t i, const Taps& taps) {
-        step(n, block_of(i), taps);
-        if (m >= 0) step(m, block_of(i), taps);
+        const Block b = block_of(i);
+#if GDN_CONV_PAIRS
+        if (m >= 0 && two(n, m, b, taps)) return;
+#endif
+        step(n, b, taps);
+        if (m >= 0) step(m, b, taps);
       });
 }
