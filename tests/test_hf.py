@@ -488,6 +488,35 @@ def test_save_and_load(storage_pair, tmp_path):
     assert set(gdn_ops.active(other).values()) == {"transformers"}
 
 
+def test_every_saver_finds_every_weight(storage_pair, tmp_path):
+    """Those of accelerate keep one tensor of each storage, those of safetensors whole storages."""
+    from safetensors.torch import load_model, save_model
+
+    plain, patched = (copy.deepcopy(m) for m in storage_pair)
+    saved = patched.state_dict()
+    assert list(saved) == list(plain.state_dict())
+    storages = [t.untyped_storage() for n, t in saved.items() if n != "lm_head.weight"]
+    assert len({s.data_ptr() for s in storages}) == len(storages)
+    assert all(s.nbytes() == t.nbytes for t in saved.values() for s in [t.untyped_storage()])
+    save_model(patched, tmp_path / "model.safetensors")
+    again = copy.deepcopy(plain)
+    for parameter in again.parameters():
+        parameter.zero_()
+    load_model(again, tmp_path / "model.safetensors")
+    for name, value in plain.state_dict().items():
+        assert torch.equal(again.state_dict()[name], value)
+    # Still the weights, not copies of them.
+    for name, value in saved.items():
+        value.copy_(plain.state_dict()[name] / 2)
+        assert patched.get_parameter(name).data_ptr() == value.data_ptr()
+    again.load_state_dict(saved)
+    ids = tokens(2, 7)
+    torch.testing.assert_close(patched(ids).logits, again(ids).logits, rtol=1e-4, atol=1e-4)
+    kept = first_layer(patched).state_dict(keep_vars=True)
+    assert kept["out_proj.weight"] is first_layer(patched).out_proj.weight
+    assert all(isinstance(value, torch.nn.Parameter) for value in kept.values())
+
+
 # --- patch, unpatch, active
 
 

@@ -166,6 +166,24 @@ class PatchedGatedDeltaNet:
         self.gdn_packed = packed
         self._gdn_packed_from = self._gdn_fingerprint(weights)
 
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """As of any module, but each weight that is part of the packed matrix has, over the same
+        memory, a storage of its own: of tensors in one storage savers take the first and leave out
+        the others (accelerate), or refuse them all (``safetensors.torch.save_model``)."""
+        found = super().state_dict(*args, **kwargs)
+        prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
+        for name, value in found.items():
+            # With keep_vars they are the parameters themselves.
+            if not name.startswith(prefix) or type(value) is not Tensor:
+                continue
+            if value.dtype not in layers.DTYPES or not (value.is_cuda or value.is_cpu):
+                continue
+            if value.is_cpu and value.is_shared():
+                continue  # other processes find it by its storage
+            if value.untyped_storage().nbytes() > value.numel() * value.element_size():
+                found[name] = torch.from_dlpack(value)
+        return found
+
     def train(self, mode: bool = True) -> nn.Module:
         super().train(mode)
         if self._gdn_known is not None:
