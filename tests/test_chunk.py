@@ -858,9 +858,9 @@ def test_fla_names():
         assert torch.equal(ones, f(q, k, v, g=torch.zeros_like(g), beta=torch.ones_like(g))[0])
         packed = [x[:1] for x in (q, k, v)]
         cu = offsets([3, 37])
-        o3, final3 = f(*packed, g=g[:1], beta=beta[:1], cu_seqlens=cu, cu_seqlens_cpu=cu,
-                       output_final_state=True)  # fmt: skip
-        assert final3.shape == (2, 4, 16, 24)
+        _, final = f(*packed, g=g[:1], beta=beta[:1], cu_seqlens=cu, cu_seqlens_cpu=cu,
+                     output_final_state=True)  # fmt: skip
+        assert final.shape == (2, 4, 16, 24)
         for name, value in (("gk", g), ("head_first", True), ("cp_context", object())):
             with pytest.raises(NotImplementedError, match=name) as error:
                 f(q, k, v, g=g, beta=beta, **{name: value})

@@ -17,8 +17,7 @@
 namespace gdn {
 namespace cuda {
 
-constexpr int kPanel = 64;  // rows and columns
-constexpr int kPanelBytes = 64 * 64 * 2;
+constexpr int kPanelBytes = 64 * 64 * 2;  // rows, columns, bytes of an element
 
 __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));

@@ -46,8 +46,6 @@ inline bool operator>(F32 a, F32 b) { return count_scalar(), a.v > b.v; }
 inline bool operator==(F32 a, F32 b) { return count_scalar(), a.v == b.v; }
 inline bool operator!=(F32 a, F32 b) { return count_scalar(), a.v != b.v; }
 
-enum class Space : uint8_t { lm, sm };
-
 // A pointer into local memory. It has no dereference: reads and writes go through lm_get, lm_put,
 // vector instructions or DMA, all checked.
 template <typename T>
