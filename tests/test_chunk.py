@@ -22,7 +22,7 @@ from torch.library import opcheck
 
 import gdn_ops
 from gdn_ops import reference, windows
-from gdn_ops.bench._timing import rounded_error
+from gdn_ops._tolerance import rounded_error
 
 # f32 sums in another order than the oracle's, over chunks of up to 128 tokens.
 SLACK = 4.0

@@ -15,20 +15,17 @@ import torch
 from torch import Tensor
 
 from gdn_ops import reference
+from gdn_ops._tolerance import TOLERANCE, column_error, rounded_error, scaled_error
 from gdn_ops.bench import _onnxruntime
 from gdn_ops.bench._timing import (
     SHORT,
-    TOLERANCE,
     Candidate,
     Options,
-    column_error,
     generator,
     in_mode,
     keep_freed_memory,
     measure,
     nbytes,
-    rounded_error,
-    scaled_error,
 )
 from gdn_ops.bench._transformers import rule
 

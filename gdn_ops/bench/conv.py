@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from gdn_ops import reference
+from gdn_ops._tolerance import TOLERANCE, scaled_error
 from gdn_ops.bench._timing import (
     SHORT,
-    TOLERANCE,
     Candidate,
     Options,
     buffers,
@@ -23,7 +23,6 @@ from gdn_ops.bench._timing import (
     keep_freed_memory,
     measure,
     nbytes,
-    scaled_error,
 )
 
 TITLE = "short convolution and gates of a decode step"

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from gdn_ops import reference
+from gdn_ops._tolerance import ROUNDED_FACTOR, TOLERANCE, scaled_error
 from gdn_ops.bench._timing import (
-    ROUNDED_FACTOR,
     SHORT,
-    TOLERANCE,
     Candidate,
     Options,
     buffers,
@@ -26,7 +25,6 @@ from gdn_ops.bench._timing import (
     keep_freed_memory,
     measure,
     nbytes,
-    scaled_error,
 )
 
 TITLE = "the fused decode step, and the cost of a call"

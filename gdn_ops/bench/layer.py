@@ -12,16 +12,15 @@ import itertools
 import torch
 from torch import Tensor
 
+from gdn_ops._tolerance import TOLERANCE, scaled_error
 from gdn_ops.bench._timing import (
     SHORT,
-    TOLERANCE,
     Candidate,
     Options,
     buffers,
     keep_freed_memory,
     measure,
     nbytes,
-    scaled_error,
 )
 
 TITLE = "whole patched layer of Qwen3.5 against transformers, eager and compiled"

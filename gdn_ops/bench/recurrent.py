@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from gdn_ops import reference
+from gdn_ops._tolerance import TOLERANCE, scaled_error
 from gdn_ops.bench import _onnxruntime
 from gdn_ops.bench._timing import (
     DTYPES,
     SHORT,
-    TOLERANCE,
     Candidate,
     Options,
     buffers,
@@ -26,7 +26,6 @@ from gdn_ops.bench._timing import (
     keep_freed_memory,
     measure,
     nbytes,
-    scaled_error,
 )
 from gdn_ops.bench._transformers import rule
 

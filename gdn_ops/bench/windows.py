@@ -10,17 +10,16 @@ import torch
 from torch import Tensor
 
 from gdn_ops import reference, windows
+from gdn_ops._tolerance import TOLERANCE, scaled_error
 from gdn_ops.bench._timing import (
     DTYPES,
     SHORT,
-    TOLERANCE,
     Candidate,
     Options,
     buffers,
     generator,
     keep_freed_memory,
     measure,
-    scaled_error,
 )
 from gdn_ops.bench.recurrent import HEADS, Inputs, K, V, fill_pool
 

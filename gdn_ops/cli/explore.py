@@ -158,8 +158,8 @@ def scaling_rows(plan: Plan, options) -> list[dict]:
 def matrix_rows(plan: Plan, options) -> list[dict]:
     """Full, buffered and low-rank state over precision modes, state dtypes, batches and R."""
     import gdn_ops
+    from gdn_ops._tolerance import ROUNDED_FACTOR
     from gdn_ops.bench import windows
-    from gdn_ops.bench._timing import ROUNDED_FACTOR
 
     rows = []
     before = gdn_ops.get_precision()

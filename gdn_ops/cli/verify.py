@@ -75,7 +75,7 @@ def _dtypes(text: str | None, what: str) -> tuple[str, ...]:
 
 def compare(got: Tensor, want: Tensor, rtol: float, atol: float) -> dict[str, float]:
     """Errors of one tensor: largest, in the 2-norm, and the largest over its tolerance."""
-    from gdn_ops.bench._timing import scaled_error
+    from gdn_ops._tolerance import scaled_error
 
     difference = (got.double() - want).abs()
     norm = float(want.norm())
@@ -128,13 +128,8 @@ class Kind(NamedTuple):
 
     def errors(self, what: str, got: Tensor, want: Tensor, K: int, magnitude: Tensor | None):
         """Errors of one tensor, judged by what was rounded on the way to it."""
-        from gdn_ops.bench._timing import (
-            DTYPES,
-            ROUNDED_FACTOR,
-            TOLERANCE,
-            column_error,
-            rounded_error,
-        )
+        from gdn_ops._tolerance import ROUNDED_FACTOR, TOLERANCE, column_error, rounded_error
+        from gdn_ops.bench._timing import DTYPES
         from gdn_ops.cli._cases import COLUMNS, FOLD, FUSED
 
         rtol, atol = TOLERANCE[got.dtype]
