@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import warnings
+from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
 from common import generate, left_padded, tokens
 from torch._subclasses import FakeTensorMode
+from torch.multiprocessing import reductions
 
 transformers = pytest.importorskip(
     "transformers", reason="the Hugging Face tests need transformers"
@@ -421,6 +424,35 @@ def test_shared_parameters_stay_shared(storage_pair):
     fresh = copy.deepcopy(plain).share_memory()
     gdn_ops.patch(fresh)
     assert all(p.is_shared() for p in fresh.parameters())
+
+
+def test_processes_see_each_others_weights(storage_pair):
+    layer = copy.deepcopy(first_layer(storage_pair[1])).share_memory()
+    x = hidden(1, 5)
+    before = layer(x)
+    sent = bytes(ForkingPickler.dumps(layer))
+    reductions.shared_cache.clear()  # so that what arrives is mapped anew, as in another process
+    there = pickle.loads(sent)
+    weight, theirs = (getattr(m, m.gdn_projections[0]).weight for m in (layer, there))
+    assert weight.data_ptr() != theirs.data_ptr()
+    assert torch.equal(there(x), before)
+    weight.mul_(2)
+    assert torch.equal(there(x), layer(x)) and not torch.equal(layer(x), before)
+    theirs.mul_(0.5)
+    assert torch.equal(there(x), before) and torch.equal(layer(x), before)
+
+
+def test_a_copy_is_packed_before_its_first_call(storage_pair):
+    """Compiled code could not see that the weights it was made of are none of the packed ones."""
+    patched = copy.deepcopy(first_layer(storage_pair[1]))
+    for made in (patched, pickle.loads(pickle.dumps(patched))):
+        assert made.gdn_packed is not None
+        weights = [getattr(made, name).weight for name in made.gdn_projections]
+        assert made._gdn_packed_from == made._gdn_fingerprint(weights)
+        if not made.gdn_reorders:
+            with torch.no_grad():
+                weights[-1].fill_(7)
+            assert (made.gdn_packed[-weights[-1].shape[0] :] == 7).all()
 
 
 def test_patched_on_the_meta_device(storage_pair):

@@ -107,12 +107,15 @@ class PatchedGatedDeltaNet:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._gdn_adopt()
+        # Copied weights are no views yet, and compiled code would not find out.
+        self.gdn_refresh()
 
     def _gdn_fingerprint(self, weights: list[Tensor]) -> list[tuple[int, int]]:
-        """Changes when a weight moves or, for a copy of them, when one is written."""
+        """Changes when a weight moves out of the packed matrix or, for a copy of them, when one
+        moves or is written."""
         if not self.gdn_reorders:
-            return [(w.data_ptr(), 0) for w in weights]
+            start = self.gdn_packed.data_ptr()  # which another process has elsewhere
+            return [(w.data_ptr() - start, 0) for w in weights]
         return [(w.data_ptr(), 0 if w.is_inference() else w._version) for w in weights]
 
     def gdn_refresh(self) -> None:
@@ -148,13 +151,15 @@ class PatchedGatedDeltaNet:
             return
         if self.gdn_packed is not None and self._gdn_packed_from == self._gdn_fingerprint(weights):
             return
-        if len({(w.dtype, w.device) for w in weights}) > 1:
+        shared = weights[0].is_cpu and all(w.is_shared() for w in weights)
+        # A copy of weights that other processes write would go stale without a trace.
+        if len({(w.dtype, w.device) for w in weights}) > 1 or (shared and self.gdn_reorders):
             self.gdn_packed = None
             return
         with torch.inference_mode(False), torch.no_grad():
             rows = self.gdn_rows()
             packed = torch.cat([w.detach() for w in weights])
-            if packed.device.type == "cpu" and all(w.is_shared() for w in weights):
+            if shared:
                 packed.share_memory_()
             if rows is None:
                 for weight, part in zip(
