@@ -266,7 +266,8 @@ def conv_gating(
     key_dim = num_k_heads * head_k_dim
     q = y[..., :key_dim].reshape(B, T, num_k_heads, head_k_dim)
     k = y[..., key_dim : 2 * key_dim].reshape(B, T, num_k_heads, head_k_dim)
-    v = y[..., 2 * key_dim :].reshape(B, T, a.shape[-1], -1)
+    HV = a.shape[-1]
+    v = y[..., 2 * key_dim :].reshape(B, T, HV, (C - 2 * key_dim) // HV)
     if qk_l2norm:
         q, k = l2norm(q), l2norm(k)
     g, beta = gating(a, b, A_log, dt_bias, dtype=dtype)

@@ -251,6 +251,22 @@ def test_conv_gating(T, l2norm, act):
     assert torch.equal(pool.double(), pool_ref)
 
 
+@pytest.mark.parametrize("B, T", [(0, 3), (2, 0)])
+def test_conv_gating_of_nothing(B, T):
+    """In the oracle too, which once could not tell V without a token."""
+    args = (
+        torch.randn(B, T, 2 * 2 * 8 + 6 * 4),
+        *torch.randn(2, B, T, 6),
+        torch.randn(56, 4),
+        None,
+    )
+    args += (torch.randn(6), torch.randn(6), conv_pool(2, 56, 3), 2, 8)
+    rows = torch.arange(B)
+    for ops in (gdn_ops, reference):
+        shapes = [tuple(x.shape) for x in ops.conv_gating(*args, rows)[:5]]
+        assert shapes == [(B, T, 2, 8), (B, T, 2, 8), (B, T, 6, 4), (B, T, 6), (B, T, 6)]
+
+
 def test_raises_before_writing():
     x, weight = torch.randn(2, 3, 8), torch.randn(8, 4)
     cases = [
