@@ -87,6 +87,9 @@ def test_the_command_without_a_library_says_it_in_words(tmp_path, change, starte
     data = json.loads(done.stdout)
     assert (data["command"], data["status"]) == ("doctor", 1)
     assert problem[change] in data["problems"][0]
+    quiet = ["-c", "import os, sys; os.close(2); os.execv(sys.executable, sys.argv[1:])"]
+    done = run_copy(tmp_path, change, *quiet, sys.executable, *started, "doctor", "--json")
+    assert json.loads(done.stdout) == data  # and no text among it
     run_copy(tmp_path, change, *started, "doctor", "--json", "x.json")
     assert json.loads((tmp_path / "x.json").read_text()) == data
 

@@ -263,6 +263,38 @@ def test_a_terminal_that_knows_only_ascii():
     assert b"counting" in terminal.buffer.getvalue()
 
 
+def test_a_narrow_terminal_gets_lines():
+    """Columns of one letter each, which is what 40 columns left of the table of `verify`."""
+    columns = ["op", "tensor", "largest error", "verdict"]
+    row = ["recurrent_buffered", "state", "1.25e-07", "out of tolerance"]
+
+    def shown(width: int, *rows: list[str], head: list[str] = columns) -> str:
+        out = Output(None)
+        terminal = io.StringIO()
+        out.console = Console(file=terminal, force_terminal=True, width=width, no_color=True)
+        out.table("errors", head, list(rows))
+        return re.sub("\x1b\\[[0-9;]*m", "", terminal.getvalue())
+
+    text = shown(40, row)
+    assert max(map(len, text.splitlines())) <= 40
+    assert " ".join(text.split()) == (
+        "errors - op recurrent_buffered, tensor state, largest error 1.25e-07, verdict out of "
+        "tolerance"
+    )
+    assert "- threads: 2" in shown(12, ["threads", "2"], head=["what", "value"])
+    for text in (shown(80, row), shown(40, ["threads", "2"], head=["what", "value"])):
+        assert "┃" in text
+
+
+def test_an_interrupt_before_the_command_runs(capsys, monkeypatch):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "build_parser", interrupted)
+    assert main(["verify"]) == 130
+    assert capsys.readouterr() == ("", "interrupted\n")
+
+
 def test_doctor_reports_what_runs_here(capsys):
     code, data = run_json(capsys, "doctor")
     assert code == int(bool(data["problems"]))

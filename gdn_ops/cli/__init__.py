@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from contextlib import suppress
 from importlib.util import find_spec
 
 # OpenMP ends the process where the system gives it fewer threads than it was told to start.
@@ -22,6 +23,13 @@ EPILOG = """examples:
   gdn-ops bench --device xpu-twin --json -   bytes, instructions, balance of the Kunlun kernels
   gdn-ops explore --bandwidth 2.4e12 --ranks 8   the whole matrix, and how far 10K tokens/s is
 """
+
+
+def say_why(text: str) -> None:
+    """Why there is no result: never among the results, wherever those go."""
+    if sys.stderr is not None:  # print() would take stdout then
+        with suppress(OSError):
+            print(text, file=sys.stderr, flush=True)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -72,9 +80,17 @@ def main(argv: list[str] | None = None) -> int:
     0: good. 1: a check failed. 2: wrong usage, too little memory, or output that cannot be written.
     130: interrupted. 141: nobody reads the output any more (``gdn-ops verify | head -1``).
     """
+    try:
+        return _main(argv)
+    except KeyboardInterrupt:
+        say_why("interrupted")
+        return 130
+
+
+def _main(argv: list[str] | None) -> int:
     for package in ("rich", "packaging"):
         if find_spec(package) is None:
-            print(f"gdn-ops needs the package {package}: pip install {package}", file=sys.stderr)
+            say_why(f"gdn-ops needs the package {package}: pip install {package}")
             return 2
     from gdn_ops.cli._output import Output, Unwritable, UsageError
 
@@ -91,28 +107,25 @@ def main(argv: list[str] | None = None) -> int:
         # Wrong values of GDN_CPU_ISA and GDN_PRECISION are errors of the first op that runs.
         gdn_ops.backends(), gdn_ops.get_precision()
     except RuntimeError as error:
-        out.error(f"gdn-ops {args.command}: {error}")
+        say_why(f"gdn-ops {args.command}: {error}")
         return 2
     try:
         code, data = args.run(args, out)
         named = {"command": args.command, "status": code}
         out.write_json(data if isinstance(data, list) else named | data)
     except UsageError as error:
-        out.error(f"gdn-ops {args.command}: {error}")
+        say_why(f"gdn-ops {args.command}: {error}")
         return 2
     except Unwritable as error:
         if error.unread:
             return 141
-        out.error(f"gdn-ops {args.command}: {error}")
+        say_why(f"gdn-ops {args.command}: {error}")
         return 2
     except (MemoryError, RuntimeError) as error:
         # torch has no error of its own for the host's memory.
         said = ("t allocate memory", "out of memory")
         if not isinstance(error, MemoryError) and not any(s in str(error) for s in said):
             raise
-        out.error(f"gdn-ops {args.command}: not enough memory: {str(error).partition(chr(10))[0]}")
+        say_why(f"gdn-ops {args.command}: not enough memory: {str(error).partition(chr(10))[0]}")
         return 2
-    except KeyboardInterrupt:
-        out.error("interrupted")
-        return 130
     return code

@@ -100,13 +100,6 @@ class Output:
             # A pipe or a log: lines as long as they are, not folded at 80 columns.
             self.console.width = 160
 
-    @staticmethod
-    def error(text: str) -> None:
-        """Why there is no result: never among the results, wherever those go."""
-        if sys.stderr is not None:
-            with suppress(OSError):
-                print(text, file=sys.stderr, flush=True)
-
     def write_json(self, data: dict | list) -> None:
         if self.json_path is None:
             return
@@ -122,6 +115,15 @@ class Output:
             self.console.print(f"wrote {self.json_path}", markup=False)
 
     def table(self, title: str, columns: list[str], rows: list[list[str]]) -> None:
+        widest = [max(map(len, column)) + 3 for column in zip(columns, *rows, strict=True)]
+        if self.console.width < min(80, sum(widest)):
+            # Columns would be folded to a letter or two: a line a row, which wraps between words.
+            self.console.print(title, style="bold", markup=False)
+            for row in rows:
+                named = [f"{c} {x}" for c, x in zip(columns, row, strict=True) if x]
+                text = ": ".join(row) if len(row) == 2 else ", ".join(named)
+                self.console.print(f"- {text}", markup=False)
+            return
         table = Table(title=title, title_justify="left", title_style="bold")
         for i, name in enumerate(columns):
             numeric = rows and all(_numeric(r[i]) for r in rows)

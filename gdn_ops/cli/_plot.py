@@ -6,6 +6,7 @@ import io
 from collections import defaultdict
 from pathlib import Path
 
+from gdn_ops.cli import say_why
 from gdn_ops.cli._output import Output, UsageError, write_file
 
 FLOOR = "floor of "
@@ -30,7 +31,7 @@ def draw(out: Output, rows: list[dict], machine: dict, path: str) -> int:
     try:
         scaling(rows, machine, path)
     except UsageError as error:
-        out.error(f"gdn-ops: {error}")
+        say_why(f"gdn-ops: {error}")
         return 2
     out.console.print(f"wrote {path}", markup=False)
     return 0

@@ -15,6 +15,8 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+from gdn_ops.cli import say_why
+
 
 def is_command() -> bool:
     """Whether this process is ``gdn-ops`` or ``python -m gdn_ops``."""
@@ -62,7 +64,7 @@ def end_command(error: ImportError) -> None:
     try:
         status = _doctor(problem, args.json) if args.command == "doctor" else 2
         if status == 2:
-            print(f"gdn-ops: {problem}", file=sys.stderr, flush=True)
+            say_why(f"gdn-ops: {problem}")
     except OSError as unwritable:
         # Of the exit too: what is left in the buffers has nowhere to go either.
         with suppress(OSError, AttributeError), open(os.devnull, "w") as null:
@@ -71,20 +73,16 @@ def end_command(error: ImportError) -> None:
             status = 141
         else:
             status = 2
-            with suppress(OSError):
-                print(f"gdn-ops doctor: cannot write its output: {unwritable}", file=sys.stderr)
+            say_why(f"gdn-ops doctor: cannot write its output: {unwritable}")
     raise SystemExit(status)
 
 
 def _doctor(problem: str, json_path: str | None) -> int:
     state = _state()
-    lines = [
-        f"{name}: {'missing' if value is None else value}"
-        for part in state.values()
-        for name, value in part.items()
-    ]
-    text = sys.stderr if json_path == "-" else sys.stdout
-    print(*lines, f"problem: {problem}", sep="\n", file=text, flush=True)
+    facts = [(name, value) for part in state.values() for name, value in part.items()]
+    text = "".join(f"{n}: {'missing' if x is None else x}\n" for n, x in facts)
+    text += f"problem: {problem}"
+    say_why(text) if json_path == "-" else print(text, flush=True)
     if json_path:
         data = {"command": "doctor", "status": 1, **state, "problems": [problem]}
         said = json.dumps(data, indent=2) + "\n"
