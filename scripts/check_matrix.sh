@@ -14,7 +14,7 @@ pairs=("${@:-2.5.1/3.10}")
 dir="${MATRIX_DIR:-$(mktemp -d)}"
 mkdir -p "$dir" && dir="$(cd "$dir" && pwd)"
 export GDN_BACKEND=none MAX_JOBS="${MAX_JOBS:-2}"
-suites=(${SUITES:-recurrent gates norm conv causal_conv1d linear decode windows chunk nn opcheck
+suites=(${SUITES:-recurrent gates norm conv causal_conv1d linear decode windows chunk fla nn opcheck
   arguments reports layering build precision memory vllm_compat sglang_compat paged plugin
   state_machine compile isa})
 commit="$(git rev-parse HEAD)"
