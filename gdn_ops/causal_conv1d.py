@@ -39,8 +39,9 @@ def causal_conv1d_fn(
 
     Args:
         x: ``[B, C, T]``. weight: ``[C, W]``; bias: ``[C]`` or None.
-        seq_idx: ``[B, T]`` integers; the history starts anew wherever the number changes. Finding
-            the changes synchronises a device once.
+        seq_idx: ``[B, T]`` integers; the history starts anew wherever the number changes, and
+            tokens with negative ones are padding (output zero). Finding the changes synchronises a
+            device once.
         initial_states: ``[B, C, W-1]``, zeros if absent.
         return_final_states: return the last W-1 columns too. final_states_out: ``[B, C, W-1]``,
             receives them and is what is returned.
@@ -50,21 +51,27 @@ def causal_conv1d_fn(
         ``[B, C, T]`` in the dtype of x, or that and ``[B, C, W-1]``.
 
     Raises:
-        ValueError: another activation; x of another shape; seq_idx with states; final_states_out
-            without return_final_states. RuntimeError: as :func:`gdn_ops.conv1d`.
+        ValueError: another activation; a shape, dtype or device of x, seq_idx, initial_states or
+            final_states_out is not as above; seq_idx with states; final_states_out without
+            return_final_states. RuntimeError: as :func:`gdn_ops.conv1d`.
     """
     op = "causal_conv1d_fn"
     activation = activation_name(op, activation)
     if x.dim() != 3:
         raise ValueError(f"{op}: x: expected shape [B, C, T], got {[*x.shape]}")
+    shape = (x.shape[0], x.shape[1], weight.shape[-1] - 1)
+    if initial_states is not None and initial_states.shape != shape:
+        raise ValueError(
+            f"{op}: initial_states: expected shape {shape}, got {tuple(initial_states.shape)}"
+        )
     if final_states_out is not None:
         if not return_final_states:
             raise ValueError(f"{op}: final_states_out: needs return_final_states=True")
-        shape = (x.shape[0], x.shape[1], weight.shape[-1] - 1)
-        if final_states_out.shape != shape or not final_states_out.is_floating_point():
+        out = final_states_out
+        if out.shape != shape or out.device != x.device or not out.is_floating_point():
             raise ValueError(
-                f"{op}: final_states_out: expected a floating dtype of shape {shape}, got "
-                f"{final_states_out.dtype} of {tuple(final_states_out.shape)}"
+                f"{op}: final_states_out: expected a floating dtype of shape {shape} on "
+                f"{x.device}, got {out.dtype} of {tuple(out.shape)} on {out.device}"
             )
     if seq_idx is not None:
         if initial_states is not None or return_final_states:
@@ -82,15 +89,20 @@ def causal_conv1d_fn(
 
 def _over_segments(op, x, weight, bias, seq_idx, activation) -> Tensor:
     B, C, T = x.shape
-    if seq_idx.shape != (B, T):
-        raise ValueError(f"{op}: seq_idx: expected [B, T] = {[B, T]}, got {list(seq_idx.shape)}")
+    if seq_idx.shape != (B, T) or seq_idx.is_floating_point():
+        raise ValueError(
+            f"{op}: seq_idx: expected integers of shape [B, T] = {[B, T]}, got {seq_idx.dtype} of "
+            f"{list(seq_idx.shape)}"
+        )
     starts = torch.ones((B, T), dtype=torch.bool, device=x.device)
     starts[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
     offsets = starts.flatten().nonzero()[:, 0]
     offsets = torch.cat([offsets, offsets.new_tensor([B * T])])
-    packed = x.transpose(1, 2).reshape(1, B * T, C)
+    padding = (seq_idx < 0)[:, :, None]
+    # Before, too: what padding holds, a NaN even, reaches no gradient.
+    packed = x.transpose(1, 2).masked_fill(padding, 0).reshape(1, B * T, C)
     y, _ = conv1d(packed, weight, bias, None, offsets, activation)
-    return y.view(B, T, C).transpose(1, 2)
+    return y.view(B, T, C).masked_fill(padding, 0).transpose(1, 2)
 
 
 def causal_conv1d_update(
@@ -116,13 +128,21 @@ def causal_conv1d_update(
         The shape and dtype of x.
 
     Raises:
-        NotImplementedError: cache_seqlens. ValueError: another activation.
+        NotImplementedError: cache_seqlens. ValueError: another activation, x of another shape, or
+            another number of rows than of sequences without conv_state_indices.
         RuntimeError: as :func:`gdn_ops.short_conv`.
     """
     op = "causal_conv1d_update"
     if cache_seqlens is not None:
         raise NotImplementedError(f"{op}: cache_seqlens is not supported: no ring buffers")
     activation = activation_name(op, activation)
+    if x.dim() not in (2, 3):
+        raise ValueError(f"{op}: x: expected shape [B, C] or [B, C, T], got {[*x.shape]}")
+    if conv_state_indices is None and conv_state.shape[0] != x.shape[0]:
+        raise ValueError(
+            f"{op}: conv_state: expected {x.shape[0]} rows, one a sequence, got shape "
+            f"{tuple(conv_state.shape)}"
+        )
     wide = x[:, None] if x.dim() == 2 else x.transpose(1, 2)
     y = short_conv(wide, weight, bias, conv_state, conv_state_indices, activation=activation)
     return y[:, 0] if x.dim() == 2 else y.transpose(1, 2)

@@ -63,6 +63,22 @@ def test_fn_over_segments():
         assert_close("y", y[b : b + 1, :, start:end], expected.transpose(1, 2))
 
 
+def test_negative_segments_are_padding():
+    """As in causal-conv1d: output zero, and what they hold reaches nothing, no gradient either."""
+    x, weight, bias, _ = inputs()
+    seq_idx = torch.tensor([[-1, -1, 0, 0, 1, 1, -1], [0, 0, 0, 0, 0, 0, 0]], dtype=torch.int32)
+    padding = (seq_idx < 0)[:, None].expand_as(x)
+    leaves = [t.requires_grad_() for t in (x.masked_fill(padding, torch.nan), weight, bias)]
+    y = gdn_ops.causal_conv1d_fn(*leaves, seq_idx, activation="silu")
+    assert not y[padding].any()
+    for b, start, end in ((0, 2, 4), (0, 4, 6), (1, 0, 7)):
+        part = x[b : b + 1, :, start:end].transpose(1, 2)
+        expected, _ = reference.conv1d(part, weight, bias)
+        assert_close("y", y[b : b + 1, :, start:end], expected.transpose(1, 2))
+    y.sum().backward()
+    assert not leaves[0].grad[padding].any() and all(t.grad.isfinite().all() for t in leaves)
+
+
 def test_fn_has_gradients():
     """Also through segments and into the initial states."""
     x, weight, bias, states = (t.double() for t in inputs())
@@ -108,12 +124,14 @@ def test_refuses_by_name():
         ({"seq_idx": seq_idx, "initial_states": states}, "seq_idx"),
         ({"seq_idx": seq_idx, "return_final_states": True}, "seq_idx"),
         ({"seq_idx": seq_idx[:, 1:]}, "seq_idx"),
+        ({"seq_idx": seq_idx.float()}, "seq_idx"),
+        ({"initial_states": torch.zeros(B, C, W)}, "initial_states"),
         ({"final_states_out": states}, "final_states_out"),
         ({"activation": "gelu"}, "activation"),
     ):
         with pytest.raises(ValueError, match=name):
             gdn_ops.causal_conv1d_fn(x, weight, **kwargs)
-    for out in (states.int(), states[:1], torch.empty(B + 1, *states.shape[1:])):
+    for out in (states.int(), states[:1], torch.empty(B + 1, *states.shape[1:]), states.to("meta")):
         with pytest.raises(ValueError, match="final_states_out"):
             gdn_ops.causal_conv1d_fn(x, weight, return_final_states=True, final_states_out=out)
     before = states.clone()
@@ -123,4 +141,9 @@ def test_refuses_by_name():
         gdn_ops.causal_conv1d_update(x, states, weight, cache_seqlens=torch.zeros(B))
     with pytest.raises(ValueError, match="activation"):
         gdn_ops.causal_conv1d_update(x, states, weight, activation="gelu")
+    for wrong in (x[0, 0], x[None]):
+        with pytest.raises(ValueError, match=r"x: expected shape \[B, C\] or"):
+            gdn_ops.causal_conv1d_update(wrong, states, weight)
+    with pytest.raises(ValueError, match="conv_state: expected 1 rows"):
+        gdn_ops.causal_conv1d_update(x[:1], states, weight)
     assert torch.equal(states, before)
