@@ -154,6 +154,7 @@ class States(NamedTuple):
         window: int = 16,
         dtype: torch.dtype = torch.float32,
         state_dtype: torch.dtype = torch.float32,
+        window_dtype: torch.dtype | None = None,
         drafts: int = 0,
         device: torch.device | str | None = None,
     ) -> States:
@@ -165,7 +166,10 @@ class States(NamedTuple):
                 or the ``W - 1 + drafts`` of a speculative call.
             window: R, entries of a window, 1 to 64 (buffered and lowrank only).
             dtype: of the conv pool, the activation dtype.
-            state_dtype: of the base state. The window's keys and updates are float32.
+            state_dtype: of the base state.
+            window_dtype: of a window's keys and updates, that of the states if absent: there
+                16-bit windows still halve the error of a state written each step
+                (docs/windows.md).
             drafts: most speculative tokens of a call beyond its first.
 
         Raises:
@@ -182,7 +186,11 @@ class States(NamedTuple):
             state = torch.zeros(rows, HV, V, K, dtype=state_dtype, device=device)
         if state_mode == "full":
             return States(conv, state)
-        return States(conv, state, *windows.allocate(rows, *heads, window, device=device))
+        kept = window_dtype or state_dtype
+        entries = windows.allocate(
+            rows, *heads, window, update_dtype=kept, key_dtype=kept, device=device
+        )
+        return States(conv, state, *entries)
 
 
 def local(parameter: Tensor | None) -> Tensor | None:
@@ -498,8 +506,14 @@ class GatedDeltaNet(nn.Module):
             local(self.norm_weight), self.eps,
         )  # fmt: skip
 
-    def allocate(self, rows: int, state_dtype: torch.dtype = torch.float32) -> States:
-        """Empty pools of ``rows`` sequences for this layer.
+    def allocate(
+        self,
+        rows: int,
+        state_dtype: torch.dtype = torch.float32,
+        window_dtype: torch.dtype | None = None,
+    ) -> States:
+        """Empty pools of ``rows`` sequences for this layer; dtypes as :meth:`States.allocate` has
+        them.
 
         CUDA graphs that torch.compile makes may write these (docs/cuda.md).
         """
@@ -511,6 +525,7 @@ class GatedDeltaNet(nn.Module):
             window=self.window,
             dtype=self.conv_weight.dtype,  # a quantised projection has no dtype to ask for
             state_dtype=state_dtype,
+            window_dtype=window_dtype,
             drafts=self.drafts,
             device=self.conv_weight.device,
         )

@@ -267,6 +267,26 @@ def test_windows(mode):
     assert not states.conv[[1, 2]].any() and not states.win_u[[1, 2]].any()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@torch.no_grad()
+def test_windows_follow_the_dtype_of_the_states(dtype):
+    """Beside a 16-bit base a f32 window would be a third of the pool; the error is of the dtype."""
+    layer = make(state_mode="buffered", window=6)
+    states = layer.allocate(3, state_dtype=dtype)
+    assert {states.state.dtype, states.win_k.dtype, states.win_u.dtype} == {dtype}
+    wide = layer.allocate(3, state_dtype=dtype, window_dtype=torch.float32)
+    assert {wide.win_k.dtype, wide.win_u.dtype} == {torch.float32}
+    if reason := layers.missing("buffered", "cpu"):
+        pytest.skip(reason)
+    x = inputs(layer, 3, 20)
+    full = layers.States.allocate(3, layer.heads, 4)
+    want, _, _ = oracle(layer, x, full.conv, full.state)
+    parts = [layer.prefill(x[:, :7], states)]
+    parts += [layer.decode(x[:, t : t + 1], states) for t in range(7, 20)]
+    error = (torch.cat(parts, 1).double() - want).norm() / want.norm()
+    assert 1e-6 < error < torch.finfo(dtype).eps
+
+
 @pytest.mark.parametrize("mode", layers.STATE_MODES)
 @pytest.mark.parametrize("drafts", [1, 3])
 @torch.no_grad()

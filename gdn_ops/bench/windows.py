@@ -53,11 +53,21 @@ def bytes_per_token(
     return base * (1 + 1 / calls) + entry * (read / calls + T)
 
 
-def make_windows(B: int, H: int, HV: int, count: int, full: bool, T: int, seed: int, R: int = R):
+def make_windows(
+    B: int,
+    H: int,
+    HV: int,
+    dtype: torch.dtype,
+    count: int,
+    full: bool,
+    T: int,
+    seed: int,
+    R: int = R,
+):
     gen = generator(seed)
     result = []
     for i in range(count):
-        w = windows.allocate(B, H, HV, K, V, R)
+        w = windows.allocate(B, H, HV, K, V, R, update_dtype=dtype, key_dtype=dtype)
         w.k.copy_(reference.l2norm(torch.randn(w.k.shape, generator=gen)))
         w.u.copy_(torch.randn(w.u.shape, generator=gen) * 0.3)
         w.g.fill_(-0.3)
@@ -82,7 +92,7 @@ def case_rows(
         size * states, lambda i: fill_pool((B * states, HV, V, K), dtype, options.seed + i), False
     )
     n = len(pools)
-    buffered = make_windows(B, H, HV, n, False, T, options.seed, R)
+    buffered = make_windows(B, H, HV, dtype, n, False, T, options.seed, R)
     rows = x.rows
     table = torch.arange(B * T, dtype=torch.int32).view(B, T) if T > 1 else rows
     accepted = torch.full((B,), T, dtype=torch.int32) if T > 1 else None
@@ -111,7 +121,7 @@ def case_rows(
         return check_rows(call_buffered(0)[some], want)
 
     f32 = torch.float32
-    buffered_bytes = round(B * bytes_per_token(H, HV, dtype, R, f32, f32, T))
+    buffered_bytes = round(B * bytes_per_token(H, HV, dtype, R, dtype, dtype, T))
     plain_bytes = size * (1 + states)
     candidates = [
         Candidate("recurrent", call_plain, check_plain, fields={"state_bytes": plain_bytes}),
@@ -124,7 +134,7 @@ def case_rows(
         ),
     ]
     if T == 1 and dtype == f32:
-        ring = make_windows(B, H, HV, n, True, 1, options.seed, R)
+        ring = make_windows(B, H, HV, f32, n, True, 1, options.seed, R)
 
         def call_low(i):
             return low(*inputs, *ring[i], rows, None, None, None, None, True)
