@@ -65,6 +65,13 @@ def _gates(op, v, g, beta, use_gate_in_kernel, A_log, dt_bias):
     return g, beta
 
 
+def _check_state(op: str, initial_state: Tensor | None) -> None:
+    if initial_state is not None and initial_state.dim() != 4:
+        raise ValueError(
+            f"{op}: initial_state: expected four dimensions, got {tuple(initial_state.shape)}"
+        )
+
+
 def chunk_gated_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -112,6 +119,7 @@ def chunk_gated_delta_rule(
     """
     op = "chunk_gated_delta_rule"
     _check_keywords(op, keywords)
+    _check_state(op, initial_state)
     g, beta = _gates(op, v, g, beta, use_gate_in_kernel, A_log, dt_bias)
     v_first = transpose_state_layout or state_v_first
     if initial_state is not None:
@@ -154,6 +162,7 @@ def fused_recurrent_gated_delta_rule(
     """
     op = "fused_recurrent_gated_delta_rule"
     _check_keywords(op, {"gk": gk, "gv": gv, **keywords})
+    _check_state(op, initial_state)
     g, beta = _gates(op, v, g, beta, use_gate_in_kernel, A_log, dt_bias)
     N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     v_first = transpose_state_layout or state_v_first

@@ -72,17 +72,21 @@ def allocate(
             raise ValueError(f"allocate: expected {wanted}, got {size}")
     if H < 1 or HV < 1 or HV % H:
         raise ValueError(f"allocate: expected HV to be a multiple of H, got HV = {HV}, H = {H}")
-    for name, dtype in (("update_dtype", update_dtype), ("key_dtype", key_dtype)):
-        if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise ValueError(
-                f"allocate: {name}: expected float32, bfloat16 or float16, got {dtype}"
-            )
+    _check_dtypes("allocate", update_dtype=update_dtype, key_dtype=key_dtype)
     return Window(
         torch.zeros(P, H, R, K, dtype=key_dtype, device=device),
         torch.zeros(P, HV, R, V, dtype=update_dtype, device=device),
         torch.zeros(P, HV, R, dtype=torch.float32, device=device),
         torch.zeros(P, dtype=torch.int32, device=device),
     )
+
+
+def _check_dtypes(function: str, **dtypes: torch.dtype) -> None:
+    for name, dtype in dtypes.items():
+        if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ValueError(
+                f"{function}: {name}: expected float32, bfloat16 or float16, got {dtype}"
+            )
 
 
 def counts(win_fill: Tensor) -> Counts:
@@ -224,7 +228,7 @@ def from_uv(
         update_dtype, key_dtype: those of UV if absent.
 
     Raises:
-        ValueError: a shape or a count is not as above, or value heads of one key head hold
+        ValueError: a shape, a dtype or a count is not as above, or value heads of one key head hold
             different keys (a state that was projected, not accumulated): such a state has no
             window.
     """
@@ -243,6 +247,8 @@ def from_uv(
         )
     if (slot < 0).any():
         raise ValueError(f"from_uv: slot: expected counts from 0 on, got {int(slot.min())}")
+    key_dtype, update_dtype = key_dtype or UV.dtype, update_dtype or UV.dtype
+    _check_dtypes("from_uv", key_dtype=key_dtype, update_dtype=update_dtype)
     entries = UV.transpose(-1, -2)
     keys = entries[..., :K].reshape(N, H, HV // H, R, K)
     fill = slot.clamp(max=R)
@@ -252,8 +258,8 @@ def from_uv(
         raise ValueError("from_uv: value heads that share a key head hold different keys")
     head = torch.where(slot > R, slot % R, 0)
     return Window(
-        keys[:, :, 0].to(key_dtype or UV.dtype).contiguous(),
-        entries[..., K:].to(update_dtype or UV.dtype).contiguous(),
+        keys[:, :, 0].to(key_dtype).contiguous(),
+        entries[..., K:].to(update_dtype).contiguous(),
         torch.zeros(N, HV, R, dtype=torch.float32, device=UV.device),
         (fill | head << 16).to(torch.int32),
     )

@@ -46,6 +46,8 @@ def test_fla_names():
         with pytest.raises((RuntimeError, ValueError), match="initial_state: expected"):
             three = torch.zeros(3, 4, 16, 24)
             f(*packed, g=g[:1], beta=beta[:1], cu_seqlens=cu, initial_state=three)
+        with pytest.raises(ValueError, match="initial_state: expected four dimensions, got"):
+            f(q, k, v, g=g, beta=beta, initial_state=S[0])
         f(q, k, v, g=g, beta=beta, head_first=False)
         with pytest.raises(TypeError, match="nonsense"):
             f(q, k, v, g=g, beta=beta, nonsense=1)

@@ -210,6 +210,39 @@ def test_states_of_every_token_without_a_pool():
     assert_close("o", o, reference.chunk(q, k, v, g, beta)[0], torch.float32, SLACK)
 
 
+@pytest.mark.parametrize("pool", [False, True])
+@pytest.mark.parametrize("by", ["index", "count"])
+def test_states_of_every_token_of_padding_are_zero(by, pool):
+    q, k, v, g, beta = make_qkv(3, 2, H, HV, K, V)
+    padding = (
+        {"ssm_state_indices": torch.tensor([4, -1, 5])}
+        if by == "index"
+        else {"num_accepted_tokens": torch.tensor([1, 0, 2])}
+    )
+    initial = make_pool(P, HV, V, K) if pool else None
+    o, states = vllm.fused_recurrent_gated_delta_rule(
+        q, k, v, g, beta, None, initial, False, **padding
+    )
+    assert not o[1].any() and not states[2:4].any()
+    rows = torch.tensor([4, 1, 5]) if by == "index" else torch.arange(3)
+    start = torch.zeros(3, HV, V, K) if initial is None else initial[rows]
+    expected, final = reference.chunk(q, k, v, g, beta, start)
+    assert_close("o", o[[0, 2]], expected[[0, 2]], torch.float32, SLACK)
+    assert_close("state", states[[1, 5]], final[[0, 2]], torch.float32, SLACK)
+
+
+def test_states_of_every_token_names_what_is_too_short():
+    q, k, v, g, beta = make_qkv(3, 2, H, HV, K, V)
+    for initial, indices, message in (
+        (make_pool(2, HV, V, K), None, "initial_state: expected 3 rows or more, got shape"),
+        (make_pool(P, HV, V, K), torch.tensor([1, 2]), "ssm_state_indices: expected 3 rows"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            vllm.fused_recurrent_gated_delta_rule(
+                q, k, v, g, beta, None, initial, False, ssm_state_indices=indices
+            )
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_packed_decode(dtype):
     m = layer(4, dtype)
@@ -274,6 +307,8 @@ def test_chunk(state):
     assert_close("o", o2, reference.chunk(q, k, v, g, beta)[0], torch.float32, SLACK)
     with pytest.raises(NotImplementedError, match="head_first"):
         vllm.chunk_gated_delta_rule(q, k, v, g, beta, head_first=True)
+    with pytest.raises(ValueError, match="core_attn_out: .* on cpu .* on meta"):
+        vllm.chunk_gated_delta_rule(q, k, v, g, beta, core_attn_out=buffer.to("meta"))
 
 
 def test_gates():

@@ -546,6 +546,7 @@ def test_uv_round_trip():
         ((UV, slot[:2], H, K), r"shape \[3\], got torch.int32 of shape \[2\]"),
         ((UV, slot.float(), H, K), "got torch.float32"),
         ((UV, slot - 3, H, K), "from 0 on, got -1"),
+        ((UV.double(), slot, H, K), "key_dtype: expected .* got torch.float64"),
     ):
         with pytest.raises(ValueError, match=says):
             windows.from_uv(*wrong)

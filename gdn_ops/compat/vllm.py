@@ -136,19 +136,29 @@ def _states_of_every_token(
     else:
         starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
     live = lengths > 0
-    if initial_state is not None:
-        if indices is None:
-            source = torch.arange(N, device=q.device)
-        else:
-            source = indices[:N].long()
-            if source.dim() == 2:
-                column = torch.zeros_like(starts)
-                if num_accepted is not None:
-                    column = (num_accepted[:N].long() - 1).clamp(min=0)
-                source = source.gather(1, column[:, None])[:, 0]
-            live = live & (source > NULL_BLOCK_ID)
+    if num_accepted is not None:
+        live = live & (num_accepted[:N] >= 1)
+    if indices is None:
+        source = torch.arange(N, device=q.device)
+        if initial_state is not None and initial_state.shape[0] < N:
+            raise ValueError(
+                f"fused_recurrent_gated_delta_rule: initial_state: expected {N} rows or more, got "
+                f"shape {tuple(initial_state.shape)}"
+            )
+    else:
+        if indices.shape[0] < N:
+            raise ValueError(
+                f"fused_recurrent_gated_delta_rule: ssm_state_indices: expected {N} rows or more, "
+                f"got shape {tuple(indices.shape)}"
+            )
+        source = indices[:N].long()
+        if source.dim() == 2:
+            column = torch.zeros_like(starts)
             if num_accepted is not None:
-                live = live & (num_accepted[:N] >= 1)
+                column = (num_accepted[:N].long() - 1).clamp(min=0)
+            source = source.gather(1, column[:, None])[:, 0]
+        live = live & (source > NULL_BLOCK_ID)
+    if initial_state is not None:
         states[starts[live]] = initial_state[source[live]]
     token = torch.arange(max(T, 1), device=q.device)
     rows = starts[:, None] + token
@@ -286,11 +296,14 @@ def chunk_gated_delta_rule(
     if head_first:
         refuse("chunk_gated_delta_rule", "head_first", head_first, "pass [B, T, H, D]")
     if core_attn_out is not None and (
-        not core_attn_out.is_floating_point() or core_attn_out.numel() < v.numel()
+        not core_attn_out.is_floating_point()
+        or core_attn_out.numel() < v.numel()
+        or core_attn_out.device != v.device
     ):
         raise ValueError(
-            f"chunk_gated_delta_rule: core_attn_out: expected a floating dtype and {v.numel()} "
-            f"elements or more, got {core_attn_out.dtype} of {tuple(core_attn_out.shape)}"
+            f"chunk_gated_delta_rule: core_attn_out: expected a floating dtype on {v.device} and "
+            f"{v.numel()} elements or more, got {core_attn_out.dtype} of "
+            f"{tuple(core_attn_out.shape)} on {core_attn_out.device}"
         )
     if initial_state is not None and initial_state.dtype != torch.float32:
         initial_state = initial_state.float()
