@@ -40,6 +40,12 @@ def build_info(backends: list[str]) -> str:
 class Build(BuildExtension):
     """BuildExtension that records and prints what it made."""
 
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        # Without ninja, which follows headers and flags, distutils looks at sources alone: a header
+        # that changed, or another GDN_BACKEND, left the library as it was and recorded the new one.
+        self.force = True
+
     def run(self) -> None:
         super().run()
         # Beside the library, once it is there: the source tree may keep one of an earlier build.

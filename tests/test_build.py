@@ -111,26 +111,35 @@ def test_build_info_is_of_this_torch():
     assert "cpu" in _build_info.BACKENDS
 
 
-def test_build_info_is_of_the_library_beside_it(tmp_path):
-    """A wheel, or a build that fails, leaves the tree's own library, and so what is said of it."""
+def copy_build(tmp_path) -> Path:
+    """A tree with what setup.py reads and no sources; returns where it records a build."""
     for name in ("setup.py", "build_xpu.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path / name)
     info = tmp_path / "gdn_ops" / "_build_info.py"
     info.parent.mkdir()
-    before = "TORCH_VERSION = '2.4.7'\n"
+    return info
+
+
+def run_build(tree, *args: str, compiler: str, **environment: str) -> int:
+    """``setup.py build_ext`` with ``compiler`` in the place of BuildExtension.run."""
+    code = (
+        "import runpy, sys; from torch.utils.cpp_extension import BuildExtension; "
+        f"BuildExtension.run = {compiler}; sys.argv[0] = 'setup.py'; "
+        "runpy.run_path('setup.py', run_name='__main__')"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", code, "-q", "build_ext", *args], cwd=tree, timeout=120,
+        capture_output=True, env={**os.environ, "GDN_BACKEND": "none", **environment}, check=False,
+    ).returncode  # fmt: skip
+
+
+def test_build_info_is_of_the_library_beside_it(tmp_path):
+    """A wheel, or a build that fails, leaves the tree's own library, and so what is said of it."""
+    info, before = copy_build(tmp_path), "TORCH_VERSION = '2.4.7'\n"
 
     def build(*args: str, compiler: str = "lambda self: None") -> tuple[int, str]:
         info.write_text(before)
-        code = (
-            "import runpy, sys; from torch.utils.cpp_extension import BuildExtension; "
-            f"BuildExtension.run = {compiler}; sys.argv[0] = 'setup.py'; "
-            "runpy.run_path('setup.py', run_name='__main__')"
-        )
-        done = subprocess.run(
-            [sys.executable, "-c", code, "-q", "build_ext", *args], cwd=tmp_path, timeout=120,
-            capture_output=True, text=True, env={**os.environ, "GDN_BACKEND": "none"}, check=False,
-        )  # fmt: skip
-        return done.returncode, info.read_text()
+        return run_build(tmp_path, *args, compiler=compiler), info.read_text()
 
     assert build() == (0, before)
     (of_the_wheel,) = tmp_path.glob("build/lib*/gdn_ops/_build_info.py")
@@ -139,6 +148,14 @@ def test_build_info_is_of_the_library_beside_it(tmp_path):
     assert code != 0 and text == before
     code, text = build("--inplace")
     assert code == 0 and text == of_the_wheel.read_text()
+
+
+@pytest.mark.parametrize("ninja", ["0", "1"])
+def test_a_header_alone_is_built_anew(tmp_path, ninja):
+    """Without ninja a build after a change in a header did nothing, as if it had."""
+    copy_build(tmp_path)
+    tell = "lambda self: sys.exit(7 if self.force else 8)"
+    assert run_build(tmp_path, compiler=tell, GDN_NINJA=ninja) == 7
 
 
 def test_versions_agree():
