@@ -7,6 +7,7 @@ One table for each op, head count, state dtype and mode; a cell is milliseconds 
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections import defaultdict
@@ -44,13 +45,13 @@ def tables(rows: list[dict]) -> str:
 
 
 def main() -> int:
-    if len(sys.argv) < 2:
-        print(__doc__, file=sys.stderr)
-        return 2
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("files", nargs="+", type=argparse.FileType(), metavar="FILE")
     rows: list[dict] = []
-    for path in sys.argv[1:]:
-        with open(path) as file:
-            rows += json.load(file)["rows"]
+    for file in parser.parse_args().files:
+        rows += json.load(file)["rows"]
     print(tables(rows))
     return 0
 

@@ -63,7 +63,9 @@ def work(seeds, steps: int, results, stop) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("steps", type=int, nargs="?", default=1_000_000)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after these")
     parser.add_argument("--life", type=int, default=200, help="steps of one life (200)")
