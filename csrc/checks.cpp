@@ -44,9 +44,12 @@ float scale_of(std::optional<double> scale, int64_t K) {
   return static_cast<float>(scale ? *scale : 1.0 / std::sqrt(static_cast<double>(K)));
 }
 
-// How many sequences a call brings, before anything is checked.
-int64_t count_sequences(const OptTensor& cu_seqlens, int64_t B) {
-  return cu_seqlens && cu_seqlens->dim() == 1 ? cu_seqlens->size(0) - 1 : B;
+// How many sequences a call brings, before the rest of it is checked.
+int64_t count_sequences(const char* op, const OptTensor& cu_seqlens, int64_t B) {
+  if (!cu_seqlens) return B;
+  check_dim(op, "cu_seqlens", *cu_seqlens, 1, "[N+1]");
+  TORCH_CHECK(cu_seqlens->size(0) >= 1, op, ": cu_seqlens: expected at least one entry, got none");
+  return cu_seqlens->size(0) - 1;
 }
 
 View activation_view(const char* op, const char* name, const at::Tensor& t) {
@@ -154,12 +157,9 @@ Sequences sequences_of(const char* op, int64_t B, int64_t T, int64_t P, const Se
   s.P = P;
   s.N = B;
   if (t.cu_seqlens) {
-    const at::Tensor& cu = *t.cu_seqlens;
-    check_dim(op, "cu_seqlens", cu, 1, "[N+1]");
+    s.N = count_sequences(op, t.cu_seqlens, B);
     TORCH_CHECK(B == 1, op, ": cu_seqlens: expected a packed batch, B = 1, got B = ", B);
-    TORCH_CHECK(cu.size(0) >= 1, op, ": cu_seqlens: expected at least one entry, got none");
-    s.cu_seqlens = index_of(op, "cu_seqlens", cu, like);
-    s.N = cu.size(0) - 1;
+    s.cu_seqlens = index_of(op, "cu_seqlens", *t.cu_seqlens, like);
   }
   if (t.state_indices) {
     const at::Tensor& idx = *t.state_indices;
@@ -508,8 +508,8 @@ ChunkArgs chunk_args(const char* op, const at::Tensor& q, const at::Tensor& k, c
     check_dim(op, "initial_state", *t.initial_state, 4, "[N, HV, V, K]");
     TORCH_CHECK(t.initial_state->scalar_type() == at::kFloat, op,
                 ": initial_state: expected float32, got ", t.initial_state->scalar_type());
-    check_size(op, "initial_state", *t.initial_state, 0, count_sequences(t.cu_seqlens, q.size(0)),
-               "N");
+    check_size(op, "initial_state", *t.initial_state, 0,
+               count_sequences(op, t.cu_seqlens, q.size(0)), "N");
   }
   const OptTensor none;
   const SeqTensors seq{t.read_indices, t.has_initial_state, t.cu_seqlens, none};
@@ -692,7 +692,7 @@ ConvArgs conv1d_args(const char* op, const at::Tensor& x, const at::Tensor& weig
   fill_conv(op, kPlainConv, c, x, x.size(2), weight, bias, activation);
   if (initial_state) check_dim(op, "initial_state", *initial_state, 3, "[N, C, L]");
   const OptTensor none;
-  const int64_t N = count_sequences(cu_seqlens, x.size(0));
+  const int64_t N = count_sequences(op, cu_seqlens, x.size(0));
   c.seqs = sequences_of(op, x.size(0), x.size(1), N, {none, none, cu_seqlens, none}, x);
   c.state.L = state_len ? *state_len : initial_state ? initial_state->size(-1) : c.W - 1;
   TORCH_CHECK(c.state.L >= c.W - 1, op, ": state_len: expected at least W - 1 = ", c.W - 1,

@@ -166,7 +166,9 @@ struct Paged {
     TORCH_CHECK(dtype == at::kInt || dtype == at::kLong, name,
                 ": state_indices: expected int32 or int64, got ", dtype);
     pool = first_row == 0 ? paged : Form::slice(paged, 0, first_row, paged.sym_size(0));
-    rows = first_row == 0 ? indices : Form::rows(name, indices, N, first_row, paged.sym_size(0));
+    rows = first_row == 0 && indices.sym_size(0) <= N
+               ? indices
+               : Form::rows(name, indices, N, first_row, paged.sym_size(0));
   }
 };
 

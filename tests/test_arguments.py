@@ -348,6 +348,14 @@ def test_nothing_to_work_on_is_refused():
         gdn_ops.gating(x, x, torch.zeros(0), torch.zeros(0))
 
 
+@pytest.mark.parametrize("op", [op for op in OPS if "cu_seqlens" in valid(op, True)])
+def test_no_offsets_at_all(op):
+    """`chunk` then expected an initial state of -1 sequences."""
+    call = valid(op, True)
+    with pytest.raises(RuntimeError, match=f"{op}: cu_seqlens: expected at least one entry"):
+        getattr(gdn_ops, op)(**call | {"cu_seqlens": call["cu_seqlens"][:0]})
+
+
 def test_the_paged_convolution_names_its_pool():
     call, pool = torch.ops.gdn.paged_short_conv.default, conv_pool()
     args = (torch.randn(2, C), torch.randn(C, W), None)

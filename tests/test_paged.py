@@ -13,7 +13,7 @@ def paged_calls(dtype):
     q, k, v, g, beta = make_qkv(3, 1, H, HV, K, V, dtype=dtype)
     m = layer(3, dtype)
     pool = make_pool(P, HV, V, K)
-    rows_ = torch.tensor([3, 0, 5, 0], dtype=torch.int32)
+    rows_ = torch.tensor([3, 0, 5, 0], dtype=torch.int32)  # longer than the batch, as theirs are
     spec = torch.tensor([[3, 1, 9], [-2, 2, 9], [5, 6, 9]])[:, :2]  # columns of a wider table
     gates = (m["a"], m["b"], m["A_log"], m["dt_bias"])
     yield "paged_recurrent", (q, k, v, g, beta, pool, rows_), {"qk_l2norm": True}
@@ -21,7 +21,7 @@ def paged_calls(dtype):
         "num_accepted": torch.tensor([2, 1, 1]),
     }  # fmt: skip
     yield "paged_recurrent_gated", (q, k, v, *gates, pool, rows_), {"scale": 0.5}
-    flat = (q[:, 0], k[:, 0], v[:, 0], *gates, make_pool(P, HV, K, V), rows_[:3])
+    flat = (q[:, 0], k[:, 0], v[:, 0], *gates, make_pool(P, HV, K, V), rows_)
     yield "paged_recurrent_gated", flat, {
         "cu_seqlens": torch.tensor([0, 1, 2, 3]), "first_row": 0, "kv_rows": True,
     }  # fmt: skip
@@ -29,13 +29,13 @@ def paged_calls(dtype):
     yield "paged_decode_packed", packed, {"qk_l2norm": True}
     strided = torch.zeros(3, 2, HV, V, dtype=dtype)[:, :1]
     yield "paged_decode_packed", (*packed[:-1], strided), {}
-    yield "paged_decode_packed", (*packed[:-2], rows_[:3], strided), {"first_row": 0}
+    yield "paged_decode_packed", (*packed[:-2], rows_, strided), {"first_row": 0}
     conv = (m["weight"], m["bias"], conv_pool(W - 1), rows_)
     yield "paged_short_conv", (m["x"], *conv), {}
     yield "paged_short_conv", (m["x"].t(), *conv), {
         "cu_seqlens": torch.tensor([0, 1, 3]), "channels_first": True,
     }  # fmt: skip
-    rows_first = (m["weight"], m["bias"], conv_pool(W - 1).mT.contiguous(), rows_[:3, None])
+    rows_first = (m["weight"], m["bias"], conv_pool(W - 1).mT.contiguous(), rows_[:, None])
     yield "paged_short_conv", (m["x"][:, :, None], *rows_first), {
         "channels_first": True, "channels_last": True, "first_row": 0,
     }  # fmt: skip
