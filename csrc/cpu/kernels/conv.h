@@ -439,9 +439,9 @@ static void conv_tokens(const Taps& taps, int64_t c_taps, int64_t n, int64_t tok
   for (; i < n; i += kLanes) channels(i, std::integral_constant<int, 1>());
 }
 
-// A live sequence of at least three tokens, W = 4, in tiles that stay in L1; `window` holds three
-// rows of history at stride s and has room for three more. emit(t, rows, y): y is null where the
-// outputs went to a.y.
+// A live sequence, W = 4, in tiles of tokens that stay in L1; `window` holds three rows of n
+// channels of history and has room for three more. The sink gets no outputs where they can be
+// written to a.y as they are.
 template <class XT, class Sink>
 static void conv_prefill(const ConvArgs& a, const Sequence& seq, const Taps& taps, int64_t c_taps,
                          int64_t c, int64_t n, const View& x, float* window, Sink sink) {
