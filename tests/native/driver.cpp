@@ -126,6 +126,7 @@ struct Case {
   std::vector<Watched> watched;
   double tolerance = 1e-4;  // of f32 results against the scalar level
   bool fast = false;        // set before the case is built
+  bool plain = false;       // tensors as they are allocated: dimensions in order, no gaps
 
   explicit Case(uint64_t seed) : rng(seed) {}
 
@@ -138,6 +139,7 @@ struct Case {
   // Strides of a tensor of the given sizes in a random order of dimensions with gaps, the last
   // dimension innermost (`inner` 1), with gaps between its elements (0: perhaps), or wherever (-1).
   std::vector<int64_t> strides(const std::vector<int64_t>& sizes, int inner, bool dense = false) {
+    dense = dense || plain;
     const int n = static_cast<int>(sizes.size());
     std::vector<int> order(static_cast<size_t>(n));
     std::iota(order.begin(), order.end(), 0);
@@ -348,7 +350,9 @@ struct Case {
     return p;
   }
   ConvPool conv_state(int64_t P, int64_t C, int64_t L, DType d, bool leading) {
-    const std::vector<int64_t> sizes{P, C, L}, s = strides(sizes, -1);
+    const std::vector<int64_t> sizes{P, C, L};
+    std::vector<int64_t> s = strides(sizes, -1);
+    if (plain && rng.chance(0.5)) s = {C * L, 1, C};
     ConvPool p;
     p.dtype = d;
     p.P = P;
@@ -599,11 +603,12 @@ Kernel build_gating(Case& c) {
 // Everything of a convolution but its input and output.
 void fill_conv(Case& c, ConvArgs& a, int64_t C, int64_t most, DType d, bool count) {
   a.C = C;
-  a.W = c.rng.between(1, kMaxConvWidth);
+  a.W = c.plain ? 4 : c.rng.between(1, kMaxConvWidth);
   const bool leading = c.rng.chance(0.5), speculative = leading && count && c.rng.chance(0.5);
   const int64_t L = a.W - 1 + (speculative ? most - 1 + c.rng.upto(2) : c.rng.upto(3));
   a.state = c.conv_state(a.seqs.P, C, L, c.rng.chance(0.5) ? d : DType::f32, leading);
-  a.weight = c.param("conv_weight", c.dtype(), {C, a.W}, [&] { return c.rng.normal() / 2; });
+  a.weight =
+      c.param("conv_weight", c.plain ? d : c.dtype(), {C, a.W}, [&] { return c.rng.normal() / 2; });
   if (c.rng.chance(0.5)) {
     a.bias = c.param("conv_bias", c.dtype(), {C}, [&] { return c.rng.normal() / 8; });
   }
@@ -616,11 +621,20 @@ void fill_conv(Case& c, ConvArgs& a, int64_t C, int64_t most, DType d, bool coun
   a.seqs.num_accepted = c.index(accepted);
 }
 
+// Half of the convolutions are what a model decodes: four taps, one token, one dtype (bf16 half the
+// time), tensors as they are allocated. Updates like that have code of their own.
+DType as_decoded(Case& c) {
+  c.plain = c.rng.chance(0.5);
+  return c.plain && c.rng.chance(0.5) ? DType::bf16 : c.dtype();
+}
+
 Kernel build_short_conv(Case& c) {
   auto a = std::make_shared<ConvArgs>();
-  const int64_t C = c.rng.chance(0.2) ? c.rng.between(200, 700) : c.rng.between(1, 70);
-  const int64_t most = c.rng.chance(0.3) ? 40 : 4;
-  const DType d = c.dtype();
+  const DType d = as_decoded(c);
+  const int64_t C = c.rng.chance(0.2) ? c.rng.between(200, 700)
+                    : c.plain         ? 16 * c.rng.between(1, 20)
+                                      : c.rng.between(1, 70);
+  const int64_t most = c.plain ? 1 : c.rng.chance(0.3) ? 40 : 4;
   a->seqs = c.sequences(most);
   fill_conv(c, *a, C, most, d, true);
   a->x = c.view("x", d, a->seqs.B, a->seqs.T, 1, C, [&] { return c.rng.normal(); });
@@ -631,8 +645,12 @@ Kernel build_short_conv(Case& c) {
 Kernel build_conv_gating(Case& c) {
   auto a = std::make_shared<ConvGatingArgs>();
   c.heads(a->H, a->HV, a->K, a->V);
-  const int64_t C = 2 * a->H * a->K + a->HV * a->V, most = 4;
-  const DType d = c.dtype();
+  const DType d = as_decoded(c);
+  if (c.plain) {
+    a->K = 16 * c.rng.between(1, 9);
+    a->V = 16 * c.rng.between(1, 9);
+  }
+  const int64_t C = 2 * a->H * a->K + a->HV * a->V, most = c.plain ? 1 : 4;
   a->conv.seqs = c.sequences(most);
   const Sequences& s = a->conv.seqs;
   fill_conv(c, a->conv, C, most, d, true);
