@@ -43,13 +43,17 @@ __version__ = "0.1.0"
 
 # Importing these needs transformers, which the ops do not.
 _FROM_HF = ("active", "patch", "register_transformers", "unpatch", "unregister_transformers")
+# Imported when they are asked for: most programs need few of them.
+_MODULES = ("compat", "distributed", "hf", "nn", "reference", "windows")
 
 
 def __getattr__(name: str):
-    if name in _FROM_HF:
-        from gdn_ops import hf
+    from importlib import import_module
 
-        return getattr(hf, name)
+    if name in _FROM_HF:
+        return getattr(import_module("gdn_ops.hf"), name)
+    if name in _MODULES:
+        return import_module(f"gdn_ops.{name}")
     raise AttributeError(f"module 'gdn_ops' has no attribute {name!r}")
 
 

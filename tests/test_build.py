@@ -180,6 +180,17 @@ def test_import_brings_no_module_of_others():
     assert not others
 
 
+def test_modules_are_imported_when_they_are_asked_for():
+    code = (
+        "import sys, gdn_ops; assert 'gdn_ops.nn' not in sys.modules; "
+        "print(gdn_ops.nn.GatedDeltaNet, gdn_ops.windows.allocate, gdn_ops.reference.chunk, "
+        "gdn_ops.compat, gdn_ops.distributed.HeadParallel)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert not hasattr(gdn_ops, "no_such_name")
+
+
 def test_no_python_in_the_abi():
     """One library serves every Python version: nothing in it may need Python's C API."""
     data = LIBRARY.read_bytes()
