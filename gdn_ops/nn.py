@@ -77,6 +77,12 @@ def check_window(window: int) -> None:
         raise ValueError(f"window: expected 1 to 64 entries, got {window}")
 
 
+def check_dtype(name: str, dtype: torch.dtype) -> None:
+    """Refuse a ``dtype`` that no op takes."""
+    if dtype not in DTYPES:
+        raise ValueError(f"{name}: expected float32, bfloat16 or float16, got {dtype}")
+
+
 def missing(state_mode: str, device_type: str) -> str | None:
     """Why ``state_mode`` cannot run on this kind of device, or None."""
     check_mode(state_mode)
@@ -173,11 +179,15 @@ class States(NamedTuple):
             drafts: most speculative tokens of a call beyond its first.
 
         Raises:
-            ValueError: another state_mode, or a window outside 1 to 64.
+            ValueError: another state_mode, a window outside 1 to 64, fewer than no rows or drafts, a
+                dtype other than float32, bfloat16 and float16.
         """
         _check("rows", rows, 0)
+        _check("drafts", drafts, 0)
         check_mode(state_mode)
         check_window(window)
+        check_dtype("dtype", dtype)
+        check_dtype("state_dtype", state_dtype)
         _, HV, K, V = heads
         columns = conv_width - 1 + max(1, drafts)
         conv = torch.zeros(rows, heads.conv_dim, columns, dtype=dtype, device=device)
@@ -333,6 +343,11 @@ def mix(
 
     if num_accepted is not None:
         raise ValueError("num_accepted: speculative tokens run on the decode path, not on prefill")
+    if state_indices is not None and state_indices.dim() != 1:
+        # The convolution would take its rows from column 0, before the rule refuses them.
+        raise ValueError(
+            f"state_indices: expected shape [N] on prefill, got {[*state_indices.shape]}"
+        )
     qkv, z, b, a = projected.split(h.split, dim=-1)
     q, k, v, g, beta = _ops.conv_gating.default(
         qkv, a, b, mixer.conv_weight, mixer.conv_bias, mixer.A_log, mixer.dt_bias, states.conv,
@@ -462,11 +477,7 @@ class GatedDeltaNet(nn.Module):
         check_mode(state_mode)
         check_window(window)
         _check("drafts", drafts, 0, min(15, window - 1) if state_mode == "buffered" else 15)
-        if (dtype or torch.get_default_dtype()) not in DTYPES:
-            raise ValueError(
-                f"dtype: expected float32, bfloat16 or float16, got "
-                f"{dtype or torch.get_default_dtype()}"
-            )
+        check_dtype("dtype", dtype or torch.get_default_dtype())
         self.heads = Heads(num_k_heads, num_v_heads, head_k_dim, head_v_dim)
         self.hidden_size = hidden_size
         self.eps = eps
@@ -533,7 +544,7 @@ class GatedDeltaNet(nn.Module):
         return pools
 
     def _check_shape(self, x: Tensor) -> None:
-        if x.dim() != 3:
+        if x.dim() != 3 or x.shape[2] != self.hidden_size:
             raise ValueError(
                 f"GatedDeltaNet: x: expected shape [B, T, {self.hidden_size}], got {[*x.shape]}"
             )

@@ -228,15 +228,36 @@ def test_bad_arguments_are_named():
             states = make(state_mode=other).allocate(2)
             with torch.no_grad(), pytest.raises(ValueError, match=f"of state_mode '{mode}'"):
                 make(state_mode=mode).decode(torch.zeros(2, 1, 32), states)
+    for name, options in (
+        ("dtype", {"dtype": torch.float64}),
+        ("state_dtype", {"state_dtype": torch.float64}),
+        ("drafts", {"drafts": -1}),
+    ):
+        with pytest.raises(ValueError, match=f"^{name}: expected"):
+            layers.States.allocate(1, layer.heads, 4, **options)
     for grad in (True, False):
-        with torch.set_grad_enabled(grad), pytest.raises(ValueError, match=r"\[B, T, 32\], got"):
-            layer(torch.zeros(5, 32))
+        for shape in ((5, 32), (1, 5, 31)):
+            with torch.set_grad_enabled(grad), pytest.raises(ValueError, match=r"T, 32\], got"):
+                layer(torch.zeros(shape))
     with torch.no_grad(), pytest.raises(ValueError, match="num_accepted"):
         h = layer.heads
         layers.mix(
             torch.zeros(1, 2, h.projected_dim), layer.mixer, layer.allocate(1),
             num_accepted=torch.ones(1, dtype=torch.int32), decode=False,
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("tokens", [3, 20])
+@pytest.mark.parametrize("mode", layers.STATE_MODES)
+@torch.no_grad()
+def test_a_prefill_into_rows_a_token_has_written_nothing(mode, tokens):
+    layer = make(state_mode=mode)
+    states = layer.allocate(4)
+    layer.decode(inputs(layer, 4, 1), states)
+    before = [t.clone() for t in states if t is not None]
+    with pytest.raises(ValueError, match=r"state_indices: expected shape \[N\] .* got \[2, 3\]"):
+        layer.prefill(inputs(layer, 2, tokens), states, torch.tensor([[0, 1, 2], [3, 2, 1]]))
+    assert all(map(torch.equal, before, (t for t in states if t is not None)))
 
 
 @pytest.mark.parametrize("mode", ["buffered", "lowrank"])
