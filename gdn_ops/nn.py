@@ -179,8 +179,8 @@ class States(NamedTuple):
             drafts: most speculative tokens of a call beyond its first.
 
         Raises:
-            ValueError: another state_mode, a window outside 1 to 64, fewer than no rows or drafts, a
-                dtype other than float32, bfloat16 and float16.
+            ValueError: another state_mode, a window outside 1 to 64, fewer than no rows or drafts,
+                a dtype other than float32, bfloat16 and float16.
         """
         _check("rows", rows, 0)
         _check("drafts", drafts, 0)
