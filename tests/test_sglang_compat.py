@@ -209,6 +209,30 @@ def test_verification_of_padding_alone():
     assert o.shape == (1, 0, HV, V) and (buffer == 9).all()
 
 
+def test_verification_is_compiled_whole():
+    q, k, v, _, _ = qkv(4)
+    m, indices, at = layer(4), torch.tensor([3, -1]), torch.tensor([1, 0])
+    pool, cu, gen = make_pool(P, HV, V, K), torch.tensor([0, 2, 4]), torch.Generator()
+    x, weight = torch.randn(2, C, 3, generator=gen), torch.randn(C, 4, generator=gen)
+    histories = torch.randn(P, C, 3, generator=gen)
+
+    def both(states, windows, histories):
+        o = verify(m, q, k, v, pool, indices, states, at, cu_seqlens=cu)
+        y = sglang.causal_conv1d_update(
+            x, histories, weight, None, "silu", conv_state_indices=indices,
+            intermediate_conv_window=windows, intermediate_state_indices=at,
+        )  # fmt: skip
+        return o, y
+
+    eager, compiled = (
+        [torch.zeros(2, 2, HV, V, K), torch.zeros(2, 3, C, 3), histories.clone()] for _ in "12"
+    )
+    expected = both(*eager)
+    got = torch.compile(both, fullgraph=True, backend="aot_eager")(*compiled)
+    for have, want in zip([*got, *compiled], [*expected, *eager], strict=True):
+        assert torch.equal(have, want)
+
+
 def test_verification_raises_before_writing():
     q, k, v, _, _ = qkv(4)
     m, at, cu = layer(4), torch.tensor([0, 1]), torch.tensor([0, 2, 4])

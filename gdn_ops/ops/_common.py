@@ -61,14 +61,10 @@ def register_fake(op: str) -> Callable[[Callable], Callable]:
 
 
 def check_same_device(op: str, like: Tensor, **tensors: Tensor | None) -> None:
+    # Not torch._check: torch.compile cannot trace its message where a function of Python asks.
     for name, t in tensors.items():
-        if t is not None:
-            torch._check(
-                t.device == like.device,
-                lambda name=name, t=t: (
-                    f"{op}: {name}: expected device {like.device}, got {t.device}"
-                ),
-            )
+        if t is not None and t.device != like.device:
+            raise RuntimeError(f"{op}: {name}: expected device {like.device}, got {t.device}")
 
 
 def check_dims(op: str, **tensors: tuple[Tensor, str]) -> None:
