@@ -13,9 +13,9 @@ namespace {
 
 using at::Tensor;
 
-Tensor recurrent_common(const char* op, const Tensor& q_in, const Tensor& k_in, const Tensor& v_in,
-                        const GateTensors& gates, Tensor& state, const SeqTensors& seq,
-                        std::optional<double> scale, bool qk_l2norm) {
+Tensor run_recurrent(const char* op, const Tensor& q_in, const Tensor& k_in, const Tensor& v_in,
+                     const GateTensors& gates, Tensor& state, const SeqTensors& seq,
+                     std::optional<double> scale, bool qk_l2norm) {
   const Tensor q = dense_channels(q_in), k = dense_channels(k_in), v = dense_channels(v_in);
   RecurrentArgs a = recurrent_args(op, q, k, v, gates, &state, nullptr, seq, scale, qk_l2norm);
   Tensor o = token_output(q, {q.size(0), q.size(1), a.HV, a.V}, seq.cu_seqlens);
@@ -26,30 +26,29 @@ Tensor recurrent_common(const char* op, const Tensor& q_in, const Tensor& k_in, 
   return o;
 }
 
-Tensor op_recurrent(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g,
+Tensor recurrent_op(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g,
                     const Tensor& beta, Tensor& state, const OptTensor& state_indices,
                     const OptTensor& has_initial_state, const OptTensor& cu_seqlens,
                     const OptTensor& num_accepted, std::optional<double> scale, bool qk_l2norm) {
-  return recurrent_common("recurrent", q, k, v, {g, beta}, state,
-                          {state_indices, has_initial_state, cu_seqlens, num_accepted}, scale,
-                          qk_l2norm);
+  return run_recurrent("recurrent", q, k, v, {g, beta}, state,
+                       {state_indices, has_initial_state, cu_seqlens, num_accepted}, scale,
+                       qk_l2norm);
 }
 
-Tensor op_recurrent_gated(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& a,
+Tensor recurrent_gated_op(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& a,
                           const Tensor& b, const Tensor& A_log, const Tensor& dt_bias,
                           Tensor& state, const OptTensor& state_indices,
                           const OptTensor& has_initial_state, const OptTensor& cu_seqlens,
                           const OptTensor& num_accepted, std::optional<double> scale,
                           bool qk_l2norm) {
-  return recurrent_common("recurrent_gated", q, k, v, {a, b, &A_log, &dt_bias}, state,
-                          {state_indices, has_initial_state, cu_seqlens, num_accepted}, scale,
-                          qk_l2norm);
+  return run_recurrent("recurrent_gated", q, k, v, {a, b, &A_log, &dt_bias}, state,
+                       {state_indices, has_initial_state, cu_seqlens, num_accepted}, scale,
+                       qk_l2norm);
 }
 
-Tensor window_common(const char* op, const Tensor& q_in, const Tensor& k_in, const Tensor& v_in,
-                     const Tensor& g, const Tensor& beta, Tensor* state,
-                     const WindowTensors& window, const SeqTensors& seq,
-                     std::optional<double> scale, bool qk_l2norm) {
+Tensor run_window(const char* op, const Tensor& q_in, const Tensor& k_in, const Tensor& v_in,
+                  const Tensor& g, const Tensor& beta, Tensor* state, const WindowTensors& window,
+                  const SeqTensors& seq, std::optional<double> scale, bool qk_l2norm) {
   const Tensor q = dense_channels(q_in), k = dense_channels(k_in), v = dense_channels(v_in);
   RecurrentArgs a = recurrent_args(op, q, k, v, {g, beta}, state, &window, seq, scale, qk_l2norm);
   Tensor o = token_output(q, {q.size(0), q.size(1), a.HV, a.V}, seq.cu_seqlens);
@@ -60,29 +59,27 @@ Tensor window_common(const char* op, const Tensor& q_in, const Tensor& k_in, con
   return o;
 }
 
-Tensor op_recurrent_buffered(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g,
+Tensor recurrent_buffered_op(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g,
                              const Tensor& beta, Tensor& state, Tensor& win_k, Tensor& win_u,
                              Tensor& win_g, Tensor& win_fill, const OptTensor& state_indices,
                              const OptTensor& has_initial_state, const OptTensor& cu_seqlens,
                              const OptTensor& num_accepted, std::optional<double> scale,
                              bool qk_l2norm) {
-  return window_common(
-      "recurrent_buffered", q, k, v, g, beta, &state, {win_k, win_u, win_g, win_fill},
-      {state_indices, has_initial_state, cu_seqlens, num_accepted}, scale, qk_l2norm);
+  return run_window("recurrent_buffered", q, k, v, g, beta, &state, {win_k, win_u, win_g, win_fill},
+                    {state_indices, has_initial_state, cu_seqlens, num_accepted}, scale, qk_l2norm);
 }
 
-Tensor op_recurrent_lowrank(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g,
+Tensor recurrent_lowrank_op(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g,
                             const Tensor& beta, Tensor& win_k, Tensor& win_u, Tensor& win_g,
                             Tensor& win_fill, const OptTensor& state_indices,
                             const OptTensor& has_initial_state, const OptTensor& cu_seqlens,
                             const OptTensor& num_accepted, std::optional<double> scale,
                             bool qk_l2norm) {
-  return window_common(
-      "recurrent_lowrank", q, k, v, g, beta, nullptr, {win_k, win_u, win_g, win_fill},
-      {state_indices, has_initial_state, cu_seqlens, num_accepted}, scale, qk_l2norm);
+  return run_window("recurrent_lowrank", q, k, v, g, beta, nullptr, {win_k, win_u, win_g, win_fill},
+                    {state_indices, has_initial_state, cu_seqlens, num_accepted}, scale, qk_l2norm);
 }
 
-void op_window_flush(Tensor& state, Tensor& win_k, Tensor& win_u, Tensor& win_g, Tensor& win_fill,
+void window_flush_op(Tensor& state, Tensor& win_k, Tensor& win_u, Tensor& win_g, Tensor& win_fill,
                      const OptTensor& state_indices) {
   const WindowTensors window{win_k, win_u, win_g, win_fill};
   RecurrentArgs a = window_args("window_flush", &state, &window, win_fill, state_indices);
@@ -91,12 +88,12 @@ void op_window_flush(Tensor& state, Tensor& win_k, Tensor& win_u, Tensor& win_g,
   pool.put_back();
 }
 
-void op_window_reset(Tensor& win_fill, const OptTensor& state_indices) {
+void window_reset_op(Tensor& win_fill, const OptTensor& state_indices) {
   RecurrentArgs a = window_args("window_reset", nullptr, nullptr, win_fill, state_indices);
   launch("window_reset", win_fill, [&](void* stream) { window_reset(a, stream); });
 }
 
-std::tuple<Tensor, Tensor> op_gating(const Tensor& a, const Tensor& b, const Tensor& A_log,
+std::tuple<Tensor, Tensor> gating_op(const Tensor& a, const Tensor& b, const Tensor& A_log,
                                      const Tensor& dt_bias) {
   GatingArgs args = gating_args("gating", a, b, A_log, dt_bias);
   Tensor g = at::empty(a.sizes(), a.options().dtype(at::kFloat));
@@ -107,7 +104,7 @@ std::tuple<Tensor, Tensor> op_gating(const Tensor& a, const Tensor& b, const Ten
   return {g, beta};
 }
 
-Tensor op_short_conv(const Tensor& x_in, const Tensor& weight_in, const OptTensor& bias_in,
+Tensor short_conv_op(const Tensor& x_in, const Tensor& weight_in, const OptTensor& bias_in,
                      Tensor& conv_state, const OptTensor& state_indices,
                      const OptTensor& has_initial_state, const OptTensor& cu_seqlens,
                      const OptTensor& num_accepted, const std::string& activation,
@@ -145,7 +142,7 @@ Front front_outputs(ConvGatingArgs& f, const Tensor& x, const OptTensor& cu_seql
   return out;
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> op_conv_gating(
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> conv_gating_op(
     const Tensor& mixed_qkv_in, const Tensor& a, const Tensor& b, const Tensor& conv_weight_in,
     const OptTensor& conv_bias_in, const Tensor& A_log, const Tensor& dt_bias, Tensor& conv_state,
     int64_t num_k_heads, int64_t head_k_dim, const OptTensor& state_indices,
@@ -163,12 +160,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> op_conv_gating(
   return {out.q, out.k, out.v, out.g, out.beta};
 }
 
-Tensor op_gated_rms_norm(const Tensor& x, const Tensor& gate, const Tensor& weight_in, double eps) {
+Tensor gated_rms_norm_op(const Tensor& x, const Tensor& gate, const Tensor& weight_in, double eps) {
   const Tensor weight = dense_channels(weight_in);
   NormArgs n = norm_args("gated_rms_norm", x, gate, weight, eps);
   // The kernel takes rows of x one stride apart.
   if (n.heads > 1 && n.s_x != n.heads * n.s_x_head)
-    return op_gated_rms_norm(x.contiguous(), gate, weight, eps);
+    return gated_rms_norm_op(x.contiguous(), gate, weight, eps);
   Tensor y = at::empty(x.sizes(), x.options());
   n.y = y.data_ptr();
   launch("gated_rms_norm", x, [&](void* stream) { gated_rms_norm(n, stream); });
@@ -184,9 +181,9 @@ Tensor even_tokens(const Tensor& t) {
 
 // Where the layer does not fit one launch: convolution and gates, then the recurrence or a window,
 // then the norm, through scratch of torch's own allocator.
-Tensor decode_common(const char* op, const DecodeTensors& given, Tensor* state, int64_t num_k_heads,
-                     int64_t head_k_dim, const SeqTensors& seq, std::optional<double> scale,
-                     bool qk_l2norm, double eps, const std::string& activation, bool conv_leading) {
+Tensor run_decode(const char* op, const DecodeTensors& given, Tensor* state, int64_t num_k_heads,
+                  int64_t head_k_dim, const SeqTensors& seq, std::optional<double> scale,
+                  bool qk_l2norm, double eps, const std::string& activation, bool conv_leading) {
   const Tensor x = even_tokens(dense_channels(given.projected)),
                weight = dense_weight(given.conv_weight);
   const Tensor norm_weight = dense_channels(given.norm_weight);
@@ -248,21 +245,21 @@ Tensor decode_common(const char* op, const DecodeTensors& given, Tensor* state, 
   return y;
 }
 
-Tensor op_decode(const Tensor& projected, const Tensor& conv_weight, const OptTensor& conv_bias,
+Tensor decode_op(const Tensor& projected, const Tensor& conv_weight, const OptTensor& conv_bias,
                  const Tensor& A_log, const Tensor& dt_bias, const Tensor& norm_weight,
                  Tensor& conv_state, Tensor& state, int64_t num_k_heads, int64_t head_k_dim,
                  const OptTensor& state_indices, const OptTensor& has_initial_state,
                  const OptTensor& cu_seqlens, const OptTensor& num_accepted,
                  std::optional<double> scale, bool qk_l2norm, double eps,
                  const std::string& activation, bool conv_leading) {
-  return decode_common(
+  return run_decode(
       "decode",
       {projected, conv_weight, conv_bias, A_log, dt_bias, norm_weight, conv_state, &state, nullptr},
       &state, num_k_heads, head_k_dim, {state_indices, has_initial_state, cu_seqlens, num_accepted},
       scale, qk_l2norm, eps, activation, conv_leading);
 }
 
-Tensor op_decode_buffered(const Tensor& projected, const Tensor& conv_weight,
+Tensor decode_buffered_op(const Tensor& projected, const Tensor& conv_weight,
                           const OptTensor& conv_bias, const Tensor& A_log, const Tensor& dt_bias,
                           const Tensor& norm_weight, Tensor& conv_state, Tensor& state,
                           Tensor& win_k, Tensor& win_u, Tensor& win_g, Tensor& win_fill,
@@ -272,14 +269,14 @@ Tensor op_decode_buffered(const Tensor& projected, const Tensor& conv_weight,
                           bool qk_l2norm, double eps, const std::string& activation,
                           bool conv_leading) {
   const WindowTensors window{win_k, win_u, win_g, win_fill};
-  return decode_common(
+  return run_decode(
       "decode_buffered",
       {projected, conv_weight, conv_bias, A_log, dt_bias, norm_weight, conv_state, &state, &window},
       &state, num_k_heads, head_k_dim, {state_indices, has_initial_state, cu_seqlens, num_accepted},
       scale, qk_l2norm, eps, activation, conv_leading);
 }
 
-Tensor op_decode_lowrank(const Tensor& projected, const Tensor& conv_weight,
+Tensor decode_lowrank_op(const Tensor& projected, const Tensor& conv_weight,
                          const OptTensor& conv_bias, const Tensor& A_log, const Tensor& dt_bias,
                          const Tensor& norm_weight, Tensor& conv_state, Tensor& win_k,
                          Tensor& win_u, Tensor& win_g, Tensor& win_fill, int64_t num_k_heads,
@@ -288,20 +285,20 @@ Tensor op_decode_lowrank(const Tensor& projected, const Tensor& conv_weight,
                          const OptTensor& num_accepted, std::optional<double> scale, bool qk_l2norm,
                          double eps, const std::string& activation, bool conv_leading) {
   const WindowTensors window{win_k, win_u, win_g, win_fill};
-  return decode_common("decode_lowrank",
-                       {projected, conv_weight, conv_bias, A_log, dt_bias, norm_weight, conv_state,
-                        nullptr, &window},
-                       nullptr, num_k_heads, head_k_dim,
-                       {state_indices, has_initial_state, cu_seqlens, num_accepted}, scale,
-                       qk_l2norm, eps, activation, conv_leading);
+  return run_decode("decode_lowrank",
+                    {projected, conv_weight, conv_bias, A_log, dt_bias, norm_weight, conv_state,
+                     nullptr, &window},
+                    nullptr, num_k_heads, head_k_dim,
+                    {state_indices, has_initial_state, cu_seqlens, num_accepted}, scale, qk_l2norm,
+                    eps, activation, conv_leading);
 }
 
 #if defined(GDN_XPU_TWIN)
-std::string op_twin_report() { return twin::report_json(); }
-void op_twin_configure(std::string key, std::string value) { twin::configure(key, value); }
-std::string op_twin_forms() { return twin::forms_json(); }
-int64_t op_twin_host_copies() { return twin::host_copies(); }
-std::vector<std::string> op_twin_sites() { return twin::mutation_sites(); }
+std::string twin_report_op() { return twin::report_json(); }
+void twin_configure_op(std::string key, std::string value) { twin::configure(key, value); }
+std::string twin_forms_op() { return twin::forms_json(); }
+int64_t twin_host_copies_op() { return twin::host_copies(); }
+std::vector<std::string> twin_sites_op() { return twin::mutation_sites(); }
 #endif
 
 }  // namespace
@@ -310,29 +307,29 @@ std::vector<std::string> op_twin_sites() { return twin::mutation_sites(); }
 
 TORCH_LIBRARY_IMPL(gdn, GDN_XPU_KEY, m) {
   using namespace gdn::xpu;
-  m.impl("recurrent", &op_recurrent);
-  m.impl("recurrent_gated", &op_recurrent_gated);
-  m.impl("recurrent_buffered", &op_recurrent_buffered);
-  m.impl("recurrent_lowrank", &op_recurrent_lowrank);
-  m.impl("window_flush", &op_window_flush);
-  m.impl("window_reset", &op_window_reset);
-  m.impl("gating", &op_gating);
-  m.impl("short_conv", &op_short_conv);
-  m.impl("conv_gating", &op_conv_gating);
-  m.impl("gated_rms_norm", &op_gated_rms_norm);
-  m.impl("decode", &op_decode);
-  m.impl("decode_buffered", &op_decode_buffered);
-  m.impl("decode_lowrank", &op_decode_lowrank);
+  m.impl("recurrent", &recurrent_op);
+  m.impl("recurrent_gated", &recurrent_gated_op);
+  m.impl("recurrent_buffered", &recurrent_buffered_op);
+  m.impl("recurrent_lowrank", &recurrent_lowrank_op);
+  m.impl("window_flush", &window_flush_op);
+  m.impl("window_reset", &window_reset_op);
+  m.impl("gating", &gating_op);
+  m.impl("short_conv", &short_conv_op);
+  m.impl("conv_gating", &conv_gating_op);
+  m.impl("gated_rms_norm", &gated_rms_norm_op);
+  m.impl("decode", &decode_op);
+  m.impl("decode_buffered", &decode_buffered_op);
+  m.impl("decode_lowrank", &decode_lowrank_op);
 }
 
 #if defined(GDN_XPU_TWIN)
 // What tests and the benchmark ask the twin; no part of the product's interface.
 TORCH_LIBRARY(gdn_xpu_twin, m) {
   using namespace gdn::xpu;
-  m.def("report() -> str", &op_twin_report);
-  m.def("configure(str key, str value) -> ()", &op_twin_configure);
-  m.def("forms() -> str", &op_twin_forms);
-  m.def("host_copies() -> int", &op_twin_host_copies);
-  m.def("sites() -> str[]", &op_twin_sites);
+  m.def("report() -> str", &twin_report_op);
+  m.def("configure(str key, str value) -> ()", &twin_configure_op);
+  m.def("forms() -> str", &twin_forms_op);
+  m.def("host_copies() -> int", &twin_host_copies_op);
+  m.def("sites() -> str[]", &twin_sites_op);
 }
 #endif
