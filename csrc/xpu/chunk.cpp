@@ -275,10 +275,11 @@ class WindowState {
     }
     weighted_ = at::zeros({N, a.HV, R, a.V}, c.floats);
     ChunkWindowParams p = params(N);
-    from_pool(p);
+    p.from = pool();
+    p.to = place(scratch_[0]);
+    p.weighted = address(weighted_);
     p.has_init = address(a.seqs.has_initial_state);
     p.s_has = a.seqs.s_has;
-    to_scratch(p, scratch_[0]);
     launch_chunk_window(p, c.stream);
   }
 
@@ -294,12 +295,13 @@ class WindowState {
   void advance(const Group& x, int64_t begin, int64_t count, int64_t step) {
     const Plan& plan = c_.plan;
     ChunkWindowParams p = params(count);
-    from_scratch(p, scratch_[now_], 0);
+    p.from = place(scratch_[now_]);
+    p.to = place(scratch_[1 - now_]);
+    p.weighted = address(weighted_);
     const Tensor k = x.k.narrow(0, begin, count), u = x.U.narrow(0, begin, count);
     p.new_k = address(k);
     p.new_u = address(u);
     p.table = plan.of_step(step);
-    to_scratch(p, scratch_[1 - now_]);
     launch_chunk_window(p, c_.stream);
     now_ = 1 - now_;
     // Sequences that surely have ended are the last of this step.
@@ -340,62 +342,48 @@ class WindowState {
     to[2] = z;
   }
 
-  void from_pool(ChunkWindowParams& p) const {
+  WindowPlace pool() const {
     const Window& w = c_.a.window;
-    p.from_pool = 1;
-    p.from_k = address(w.k);
-    p.from_u = address(w.u);
-    p.from_g = address(w.g);
-    p.from_fill = address(w.fill);
-    set(p.from_sk, w.sk_p, w.sk_h, w.sk_r);
-    set(p.from_su, w.su_p, w.su_h, w.su_r);
-    set(p.from_sg, w.sg_p, w.sg_h, w.sg_r);
-    p.from_sf = w.s_fill;
-    p.from_dtype_k = static_cast<int32_t>(w.k_dtype);
-    p.from_dtype_u = static_cast<int32_t>(w.u_dtype);
+    WindowPlace at{};
+    at.k = address(w.k);
+    at.u = address(w.u);
+    at.g = address(w.g);
+    at.fill = address(w.fill);
+    set(at.sk, w.sk_p, w.sk_h, w.sk_r);
+    set(at.su, w.su_p, w.su_h, w.su_r);
+    set(at.sg, w.sg_p, w.sg_h, w.sg_r);
+    at.sf = w.s_fill;
+    at.dtype_k = static_cast<int32_t>(w.k_dtype);
+    at.dtype_u = static_cast<int32_t>(w.u_dtype);
+    at.pool = 1;
+    return at;
   }
 
-  void from_scratch(ChunkWindowParams& p, const Scratch& s, int64_t first) const {
-    p.from_k = address(s.k.narrow(0, first, p.items));
-    p.from_u = address(s.u.narrow(0, first, p.items));
-    p.from_g = address(s.g.narrow(0, first, p.items));
-    p.from_fill = address(s.fill.narrow(0, first, p.items));
-    set(p.from_sk, s.k.stride(0), s.k.stride(1), s.k.stride(2));
-    set(p.from_su, s.u.stride(0), s.u.stride(1), s.u.stride(2));
-    set(p.from_sg, s.g.stride(0), s.g.stride(1), s.g.stride(2));
-    p.from_sf = 1;
-  }
-
-  void to_scratch(ChunkWindowParams& p, const Scratch& s) const {
-    p.to_k = address(s.k);
-    p.to_u = address(s.u);
-    p.to_g = address(s.g);
-    p.to_fill = address(s.fill);
-    set(p.to_sk, s.k.stride(0), s.k.stride(1), s.k.stride(2));
-    set(p.to_su, s.u.stride(0), s.u.stride(1), s.u.stride(2));
-    set(p.to_sg, s.g.stride(0), s.g.stride(1), s.g.stride(2));
-    p.to_sf = 1;
-    p.weighted = address(weighted_);
+  // The windows of sequences from `first` on.
+  static WindowPlace place(const Scratch& s, int64_t first = 0) {
+    WindowPlace at{};
+    const auto address_in = [&](const Tensor& x) {
+      return address(x.narrow(0, first, x.size(0) - first));
+    };
+    at.k = address_in(s.k);
+    at.u = address_in(s.u);
+    at.g = address_in(s.g);
+    at.fill = address_in(s.fill);
+    set(at.sk, s.k.stride(0), s.k.stride(1), s.k.stride(2));
+    set(at.su, s.u.stride(0), s.u.stride(1), s.u.stride(2));
+    set(at.sg, s.g.stride(0), s.g.stride(1), s.g.stride(2));
+    at.sf = 1;
+    at.dtype_k = at.dtype_u = static_cast<int32_t>(DType::f32);
+    return at;
   }
 
   // The windows of `count` sequences in order, from scratch to the pool.
   void put(int64_t first, int64_t count) const {
-    const Window& w = c_.a.window;
     ChunkWindowParams p = params(count);
-    from_scratch(p, scratch_[now_], first);
+    p.from = place(scratch_[now_], first);
+    p.to = pool();
     // First chunks tell which sequences have tokens at all; the others keep what they have.
     p.table = c_.plan.of_step(0) + static_cast<uint64_t>(first) * 16;
-    p.to_pool = 1;
-    p.to_k = address(w.k);
-    p.to_u = address(w.u);
-    p.to_g = address(w.g);
-    p.to_fill = address(w.fill);
-    set(p.to_sk, w.sk_p, w.sk_h, w.sk_r);
-    set(p.to_su, w.su_p, w.su_h, w.su_r);
-    set(p.to_sg, w.sg_p, w.sg_h, w.sg_r);
-    p.to_sf = w.s_fill;
-    p.to_dtype_k = static_cast<int32_t>(w.k_dtype);
-    p.to_dtype_u = static_cast<int32_t>(w.u_dtype);
     launch_chunk_window(p, c_.stream);
   }
 
@@ -453,7 +441,7 @@ void chunked(const char* op, ChunkArgs& a, const Tensor& v, const Tensor& g, con
   });
 }
 
-std::tuple<Tensor, Tensor> op_chunk(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in,
+std::tuple<Tensor, Tensor> chunk_op(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in,
                                     const Tensor& g, const Tensor& beta,
                                     const OptTensor& initial_state, const OptTensor& cu_seqlens,
                                     std::optional<double> scale, bool qk_l2norm,
@@ -478,7 +466,7 @@ std::tuple<Tensor, Tensor> op_chunk(const Tensor& q_in, const Tensor& k_in, cons
   return {out, final_state};
 }
 
-Tensor op_chunk_prefill(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const Tensor& g,
+Tensor chunk_prefill_op(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const Tensor& g,
                         const Tensor& beta, Tensor& state, const OptTensor& read_indices,
                         const OptTensor& write_indices, const OptTensor& has_initial_state,
                         const OptTensor& cu_seqlens, const OptTensor& edge_rows,
@@ -495,7 +483,7 @@ Tensor op_chunk_prefill(const Tensor& q_in, const Tensor& k_in, const Tensor& v_
   return out;
 }
 
-Tensor op_chunk_lowrank(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const Tensor& g,
+Tensor chunk_lowrank_op(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const Tensor& g,
                         const Tensor& beta, Tensor& win_k, Tensor& win_u, Tensor& win_g,
                         Tensor& win_fill, const OptTensor& state_indices,
                         const OptTensor& has_initial_state, const OptTensor& cu_seqlens,
@@ -519,7 +507,7 @@ Tensor op_chunk_lowrank(const Tensor& q_in, const Tensor& k_in, const Tensor& v_
 
 TORCH_LIBRARY_IMPL(gdn, GDN_XPU_KEY, m) {
   using namespace gdn::xpu;
-  m.impl("chunk", &op_chunk);
-  m.impl("chunk_prefill", &op_chunk_prefill);
-  m.impl("chunk_lowrank", &op_chunk_lowrank);
+  m.impl("chunk", &chunk_op);
+  m.impl("chunk_prefill", &chunk_prefill_op);
+  m.impl("chunk_lowrank", &chunk_lowrank_op);
 }

@@ -169,23 +169,28 @@ struct ChunkParams {
   int32_t chunks, H, HV, T, C;
 };
 
-// Windows of the low-rank form, moved and extended. Logical entry e of `from` is its e-th oldest.
+// Windows in a pool, or in scratch, where they are dense and float32.
+struct WindowPlace {
+  uint64_t k, u, g, fill;
+  int64_t sk[3], su[3], sg[3];  // row, head, entry
+  int64_t sf;
+  int32_t dtype_k, dtype_u;
+  int32_t pool;  // whether rows are pool rows; otherwise they are items
+};
+
+// Windows of the low-rank form, moved and extended (to a pool: only those of sequences with a
+// token). Logical entry e of `from` is its e-th oldest.
 struct ChunkWindowParams {
-  uint64_t from_k, from_u, from_g, from_fill;
-  uint64_t to_k, to_u, to_g, to_fill;
-  uint64_t
-      weighted;  // float32 [items, HV, R, V]: u times the decay of all later entries; or absent
-  uint64_t new_k, new_u,
-      g;           // of a chunk: float32 [chunks, H, C, K], [chunks, HV, C, V], [B, HV, T]
-  uint64_t table;  // int32 [items, 4]: batch, first token, tokens, sequence
-  int64_t from_sk[3], from_su[3], from_sg[3], to_sk[3], to_su[3], to_sg[3];  // row, head, entry
-  int64_t from_sf, to_sf;
+  WindowPlace from, to;
+  // float32 [items, HV, R, V], u times the decay of all later entries; or absent
+  uint64_t weighted;
+  // Of a chunk: float32 [chunks, H, C, K], [chunks, HV, C, V], [B, HV, T].
+  uint64_t new_k, new_u, g;
+  uint64_t table;     // int32 [items, 4]: batch, first token, tokens, sequence
   IndexVector index;  // pool rows of sequences
   uint64_t has_init;
   int64_t s_has;
-  int32_t from_dtype_k, from_dtype_u, to_dtype_k, to_dtype_u, round_k, round_u;
-  int32_t from_pool, to_pool;  // whether rows are pool rows; otherwise they are items
-                               // (to a pool: only of sequences with a token)
+  int32_t round_k, round_u;
   int32_t items, P, R, H, HV, K, V, C, T;
 };
 static_assert(sizeof(ChunkWindowParams) <= 512, "launch arguments");
