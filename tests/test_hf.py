@@ -414,6 +414,23 @@ def test_weights_replaced_and_moved_count(storage_pair):
     assert torch.equal(first_layer(patched)(hidden(1, 6)), got)
 
 
+def test_weights_that_torch_swaps_count(storage_pair):
+    """With this switch ``to`` and ``load_state_dict`` exchange what two tensors are."""
+    plain, patched = (copy.deepcopy(m) for m in storage_pair)
+    ids = tokens(1, 9)
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        patched.bfloat16().float()
+        for assign in (False, True):
+            for parameter in patched.parameters():
+                parameter.mul_(2)
+            patched.load_state_dict(plain.state_dict(), assign=assign)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert first_layer(patched).gdn_packed is not None
+    torch.testing.assert_close(patched(ids).logits, plain(ids).logits, rtol=1e-3, atol=1e-3)
+
+
 def test_shared_parameters_stay_shared(storage_pair):
     """Processes that were handed the model see each other's updates."""
     plain, patched = storage_pair

@@ -198,9 +198,16 @@ class PatchedGatedDeltaNet:
     def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
         # Dropped first: converting it together with the parameters would need its memory twice.
         self.gdn_packed = None
-        super()._apply(fn, recurse)
-        self.gdn_refresh()
+        self._gdn_known = None  # torch swaps no tensor to which there are weak references
+        try:
+            super()._apply(fn, recurse)
+        finally:
+            self.gdn_refresh()
         return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._gdn_known = None  # as in _apply; what is loaded is looked at by _after_load
+        super()._load_from_state_dict(*args, **kwargs)
 
     def _gdn_project(self, hidden_states: Tensor, packed: bool) -> Tensor:
         """``[B, T, D]``, columns qkv | z | b | a."""
