@@ -13,8 +13,8 @@ TESTS = HERE.parent
 
 MODULES = {
     "recurrent": 60, "gates": 45, "norm": 40, "conv": 100, "chunk": 150, "decode": 8,
-    "causal_conv1d": 16, "windows": 20, "vllm_compat": 120, "sglang_compat": 45,
-    "nn": 25,
+    "causal_conv1d": 16, "windows": 20, "vllm_compat": 120, "sglang_compat": 45, "paged": 1,
+    "fla": 7, "nn": 25,
 }  # fmt: skip
 
 
