@@ -305,7 +305,7 @@ def test_weights_loaded_after_patching_count(storage_pair, assign):
     layer = first_layer(patched)
     x = hidden(1, 3)
     parts = torch.cat([getattr(layer, n)(x) for n in layer.gdn_projections], -1)
-    rows = layer.gdn_rows()
+    rows = layer.gdn_rows(torch.device("cpu"))
     torch.testing.assert_close(
         torch.nn.functional.linear(x, layer.gdn_packed), parts if rows is None else parts[..., rows]
     )
@@ -470,6 +470,35 @@ def test_a_copy_is_packed_before_its_first_call(storage_pair):
             with torch.no_grad():
                 weights[-1].fill_(7)
             assert (made.gdn_packed[-weights[-1].shape[0] :] == 7).all()
+
+
+def test_weights_made_in_inference_mode(storage_pair):
+    """torch can use one nowhere whose data was replaced by what no inference made."""
+    plain, _ = storage_pair
+    ids = tokens(1, 9)
+    expected = plain(ids).logits
+    with torch.inference_mode():
+        made = gdn_ops.patch(copy.deepcopy(plain))
+        first = made(ids).logits
+    layer = first_layer(made)
+    assert getattr(layer, layer.gdn_projections[0]).weight.is_inference()
+    with torch.no_grad():
+        outside = made(ids).logits
+        x = hidden(1, 5)
+        one_by_one, packed = (layer._gdn_project(x, packed=how) for how in (False, True))
+        torch.testing.assert_close(one_by_one, packed, rtol=1e-4, atol=1e-5)
+        gdn_ops.unpatch(made)
+        for got in (first, outside, made(ids).logits):
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_default_device_does_not_matter(storage_pair):
+    plain, _ = storage_pair
+    with torch.device("meta"):
+        made = gdn_ops.patch(copy.deepcopy(plain))
+    layer, x = first_layer(made), hidden(1, 5)
+    assert layer.gdn_packed is not None
+    torch.testing.assert_close(layer(x), first_layer(plain)(x), rtol=1e-4, atol=1e-5)
 
 
 def test_patched_on_the_meta_device(storage_pair):

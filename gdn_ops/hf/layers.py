@@ -75,7 +75,7 @@ class PatchedGatedDeltaNet:
 
     # --- the packed projection
 
-    def gdn_rows(self) -> Tensor | None:
+    def gdn_rows(self, device: torch.device) -> Tensor | None:
         """Rows of the concatenated projections in packed order; None: as they are."""
         return None
 
@@ -87,8 +87,8 @@ class PatchedGatedDeltaNet:
         self.gdn_refresh()
 
     def gdn_teardown(self) -> None:
-        with torch.inference_mode(False), torch.no_grad():
-            for weight in self._gdn_weights():
+        for weight in self._gdn_weights():
+            with torch.inference_mode(weight.is_inference()), torch.no_grad():
                 if weight.untyped_storage().nbytes() != weight.numel() * weight.element_size():
                     weight.data = weight.data.clone()
         self._gdn_load_hook.remove()
@@ -153,11 +153,13 @@ class PatchedGatedDeltaNet:
             return
         shared = weights[0].is_cpu and all(w.is_shared() for w in weights)
         # A copy of weights that other processes write would go stale without a trace.
-        if len({(w.dtype, w.device) for w in weights}) > 1 or (shared and self.gdn_reorders):
+        kinds = {(w.dtype, w.device, w.is_inference()) for w in weights}
+        if len(kinds) > 1 or (shared and self.gdn_reorders):
             self.gdn_packed = None
             return
-        with torch.inference_mode(False), torch.no_grad():
-            rows = self.gdn_rows()
+        # An inference tensor whose data is a normal one can be used nowhere.
+        with torch.inference_mode(weights[0].is_inference()), torch.no_grad():
+            rows = self.gdn_rows(weights[0].device)
             packed = torch.cat([w.detach() for w in weights])
             if shared:
                 packed.share_memory_()
@@ -167,7 +169,7 @@ class PatchedGatedDeltaNet:
                 ):
                     weight.data = part
             else:
-                packed = packed[rows.to(packed.device)]
+                packed = packed[rows]
         self.gdn_packed = packed
         self._gdn_packed_from = self._gdn_fingerprint(weights)
 
@@ -217,8 +219,8 @@ class PatchedGatedDeltaNet:
             layers.project(getattr(self, name), hidden_states) for name in self.gdn_projections
         ]
         projected = torch.cat(parts, dim=-1)
-        rows = self.gdn_rows()
-        return projected if rows is None else projected[..., rows.to(projected.device)]
+        rows = self.gdn_rows(projected.device)
+        return projected if rows is None else projected[..., rows]
 
     # --- when transformers must run instead
 
@@ -459,14 +461,15 @@ class GdnOpsQwen3NextGatedDeltaNet(PatchedGatedDeltaNet, Qwen3NextGatedDeltaNet)
     gdn_cache_argument = cache_argument(Qwen3NextGatedDeltaNet)
     gdn_projections = ("in_proj_qkvz", "in_proj_ba")
 
-    def gdn_rows(self) -> Tensor:
+    def gdn_rows(self, device: torch.device) -> Tensor:
         """The checkpoint groups rows by key head: q, k, its values, its z; then b and a alike."""
         H, K = self.num_k_heads, self.head_k_dim
         group = self.num_v_heads // H
         values = group * self.head_v_dim
         first_ba = 2 * self.key_dim + 2 * self.value_dim
-        qkvz = torch.arange(first_ba).view(H, 2 * K + 2 * values)
-        ba = torch.arange(first_ba, first_ba + 2 * self.num_v_heads).view(H, 2 * group)
+        qkvz = torch.arange(first_ba, device=device).view(H, 2 * K + 2 * values)
+        ba = torch.arange(first_ba, first_ba + 2 * self.num_v_heads, device=device)
+        ba = ba.view(H, 2 * group)
         q, k, v, z = qkvz.split([K, K, values, values], dim=1)
         b, a = ba.split([group, group], dim=1)
         return torch.cat([part.reshape(-1) for part in (q, k, v, z, b, a)])
