@@ -626,6 +626,32 @@ def test_verify_lowrank_on_a_models_activations(capsys):
     assert main(["verify", "--lowrank", "--text", "no such file"]) == 2
 
 
+def test_verify_lowrank_says_what_a_model_lacks(capsys, tmp_path):
+    transformers = pytest.importorskip("transformers", reason="the model comes from transformers")
+    from gdn_ops.hf.tiny import tiny_model
+
+    def said(folder: str, *options: str) -> str:
+        command = ["verify", "--lowrank", "--model", str(tmp_path / folder), *options]
+        assert main(command) == 2
+        return capsys.readouterr().err
+
+    sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+    llama = transformers.LlamaConfig(vocab_size=64, **sizes)
+    transformers.LlamaForCausalLM(llama).save_pretrained(tmp_path / "llama")
+    assert "--model: gdn_ops.patch: LlamaForCausalLM has no layer" in said("llama")
+    tiny_model("qwen3_5").save_pretrained(tmp_path / "tiny")
+    assert "expected at least 16 tokens to read, got 15" in said("tiny", "--tokens", "15")
+    text = tmp_path / "text"
+    text.write_text("words " * 100)
+    # No tokenizer was saved: some transformers then make one that knows no word.
+    assert re.search(
+        "no tokenizer beside it|tokens to read, got 0", said("tiny", "--text", str(text))
+    )
+    weights = tmp_path / "tiny" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100])
+    assert "--model: expected a directory with a model" in said("tiny")
+
+
 @pytest.fixture
 def graphs(monkeypatch):
     """CUDA graphs and events of a device that is not there: ``recorded`` are the calls that ran,

@@ -69,11 +69,12 @@ def _model(path: str | None, seed: int):
 
     if path is None:
         return tiny_model("qwen3_5", seed=seed), None
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     try:
         model = AutoModelForCausalLM.from_pretrained(path, local_files_only=True, dtype="auto")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise UsageError(
             f"--model: expected a directory with a model, got {path!r}: {error}"
         ) from error
@@ -99,15 +100,18 @@ def measure(path: str | None, text: str | None, tokens: int, seed: int) -> list[
         gen = torch.Generator().manual_seed(seed)
         ids = torch.randint(model.get_input_embeddings().num_embeddings, (1, tokens), generator=gen)
     else:
+        # Where no tokenizer was saved, transformers may make one without a vocabulary.
         ids = tokenizer(text, return_tensors="pt").input_ids[:, :tokens]
-    gdn_ops.patch(model)
+    if ids.shape[1] < CHUNK_FROM:
+        raise UsageError(f"expected at least {CHUNK_FROM} tokens to read, got {ids.shape[1]}")
+    try:
+        gdn_ops.patch(model)
+    except ValueError as error:
+        raise UsageError(f"--model: {error}") from error
     with torch.no_grad(), Prefills() as seen:
         model(ids, use_cache=False)
     if not seen.calls:
-        raise UsageError(
-            f"no layer ran chunk_prefill on {ids.shape[1]} tokens: expected a Gated DeltaNet model "
-            f"and at least {CHUNK_FROM} tokens"
-        )
+        raise UsageError("--model: its layers ran, but not on chunk_prefill")
     return [
         {
             "layer": layer,
