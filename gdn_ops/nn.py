@@ -83,6 +83,7 @@ def check_dtype(name: str, dtype: torch.dtype) -> None:
         raise ValueError(f"{name}: expected float32, bfloat16 or float16, got {dtype}")
 
 
+@torch.compiler.assume_constant_result  # of one build
 def missing(state_mode: str, device_type: str) -> str | None:
     """Why ``state_mode`` cannot run on this kind of device, or None."""
     check_mode(state_mode)
@@ -229,15 +230,24 @@ def keep_address(*tensors: Tensor | None) -> None:
             torch._dynamo.mark_static_address(tensor, guard=False)
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """Whether calling ``module`` runs anything beside its ``forward``."""
+@torch.compiler.assume_constant_result  # torch.compile does not guard hooks
+def has_global_hooks() -> bool:
+    """Whether calling any module runs something beside its ``forward``."""
     every = nn.modules.module  # torch's own `_has_any_global_hook` came after 2.5
     hooks = (
-        module._forward_hooks, module._forward_pre_hooks, module._backward_hooks,
-        module._backward_pre_hooks, every._global_forward_hooks, every._global_forward_pre_hooks,
+        every._global_forward_hooks, every._global_forward_pre_hooks,
         every._global_backward_hooks, every._global_backward_pre_hooks,
     )  # fmt: skip
     return any(hooks)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether calling ``module`` runs anything beside its ``forward``."""
+    hooks = (
+        module._forward_hooks, module._forward_pre_hooks, module._backward_hooks,
+        module._backward_pre_hooks,
+    )  # fmt: skip
+    return any(hooks) or has_global_hooks()
 
 
 def has_own_forward(module: nn.Module) -> bool:

@@ -431,6 +431,121 @@ def test_weights_that_torch_swaps_count(storage_pair):
     torch.testing.assert_close(patched(ids).logits, plain(ids).logits, rtol=1e-3, atol=1e-3)
 
 
+def _scaled(weight):
+    return torch.nn.Parameter(weight * 1.5)
+
+
+def _give_data(module, name="weight"):
+    getattr(module, name).data = 1.5 * getattr(module, name).data
+
+
+def _first(layer):
+    return getattr(layer, layer.gdn_projections[0])
+
+
+def _swap(layer):
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        layer.bfloat16().float()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+CHANGES = {
+    "nothing": lambda m: None,
+    "input weight written": lambda m: _first(m).weight.mul_(1.5),
+    "input weight replaced": lambda m: setattr(_first(m), "weight", _scaled(_first(m).weight)),
+    "input weight's data": lambda m: _give_data(_first(m)),
+    "input projection replaced": lambda m: setattr(
+        m, m.gdn_projections[0], copy.deepcopy(_first(m))
+    ),
+    "hook of an input projection": lambda m: _first(m).register_forward_hook(
+        lambda module, given, out: 2 * out
+    ),
+    "output weight written": lambda m: m.out_proj.weight.mul_(1.5),
+    "output weight's data": lambda m: _give_data(m.out_proj),
+    "output bias": lambda m: setattr(m.out_proj, "bias", torch.nn.Parameter(torch.ones(64))),
+    "hook of the output projection": lambda m: m.out_proj.register_forward_pre_hook(
+        lambda module, given: (2 * given[0],)
+    ),
+    "forward of the output projection": lambda m: setattr(
+        m.out_proj, "forward", lambda x: 2 * torch.nn.functional.linear(x, m.out_proj.weight)
+    ),
+    "hook of the norm": lambda m: m.norm.register_forward_hook(lambda module, given, out: 2 * out),
+    "norm weight's data": lambda m: _give_data(m.norm),
+    "norm's epsilon": lambda m: setattr(m.norm, "variance_epsilon", 0.1),
+    "conv weight's data": lambda m: _give_data(m.conv1d),
+    "conv weight replaced": lambda m: setattr(m.conv1d, "weight", _scaled(m.conv1d.weight)),
+    "A_log replaced": lambda m: setattr(m, "A_log", _scaled(m.A_log)),
+    "dt_bias entry": lambda m: m._parameters.__setitem__("dt_bias", _scaled(m.dt_bias)),
+    "state dict": lambda m: m.load_state_dict({k: 1.5 * v for k, v in m.state_dict().items()}),
+    "other dtype and back": lambda m: m.half().float(),
+    "other dtype and back, swapped": _swap,
+    "state mode": lambda m: gdn_ops.patch(m, state_mode="buffered"),
+}
+
+
+NO_EFFECT = (
+    "nothing", "input projection replaced", "state mode", "other dtype and back",
+    "other dtype and back, swapped",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_decode_step_remembers_nothing_that_changed(storage_pair, change):
+    """What the last step was decided from is looked at again: a copy, which remembers nothing,
+    gives the same."""
+    layer = first_layer(copy.deepcopy(storage_pair[1]))
+    cache = new_cache(storage_pair[1])
+    for x in (hidden(2, 5), hidden(2, 1, 1), hidden(2, 1, 2)):
+        layer(x, cache)
+    assert layer._gdn_step is not None
+    other = copy.deepcopy(cache)
+    before = layer(hidden(2, 1, 3), copy.deepcopy(cache))
+    CHANGES[change](layer)
+    fresh = copy.deepcopy(layer)
+    assert fresh._gdn_step is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for seed in (3, 4):
+            got, expected = (m(hidden(2, 1, seed), c) for m, c in ((layer, cache), (fresh, other)))
+            assert torch.equal(got, expected)
+            if seed == 3 and change not in NO_EFFECT:
+                assert not torch.allclose(got, before, rtol=1e-2)
+    assert torch.equal(cache.layers[0].recurrent_states[0], other.layers[0].recurrent_states[0])
+
+
+def test_a_decode_step_that_differs_from_the_last(storage_pair):
+    """Another dtype, more tokens, a mask, gradients, a hook on every module."""
+    layer = first_layer(copy.deepcopy(storage_pair[1]))
+    cache = new_cache(storage_pair[1])
+    for x in (hidden(2, 5), hidden(2, 1, 1)):
+        layer(x, cache)
+    assert layer._gdn_step is not None
+    fresh, other = copy.deepcopy(layer), copy.deepcopy(cache)
+    mask = torch.tensor([[1], [0]])
+    for x, kwargs in (
+        (hidden(2, 3, 2), {}),
+        (hidden(2, 1, 3), {"attention_mask": mask}),
+        (hidden(2, 1, 4), {}),
+    ):
+        got, expected = (m(x, c, **kwargs) for m, c in ((layer, cache), (fresh, other)))
+        fresh._gdn_step = None
+        assert torch.equal(got, expected)
+    hook = torch.nn.modules.module.register_module_forward_hook(
+        lambda module, given, out: 2 * out if type(module) is torch.nn.Linear else out
+    )
+    try:
+        got, expected = (m(hidden(2, 1, 5), c) for m, c in ((layer, cache), (fresh, other)))
+    finally:
+        hook.remove()
+    assert torch.equal(got, expected)
+    with torch.enable_grad(), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        layer(hidden(2, 1, 6), cache)
+    assert any("gradients are needed" in str(w.message) for w in said)
+
+
 def test_shared_parameters_stay_shared(storage_pair):
     """Processes that were handed the model see each other's updates."""
     plain, patched = storage_pair

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,14 @@ from gdn_ops.hf.compat import cache_argument
 # reordering, reset and offloading of the cache treat the window like any other state.
 WINDOW_SLOTS = (1, 2, 3, 4)
 
+# Attributes of a layer and of its norm, beside modules and parameters, that a step is decided from.
+_FACTS = (
+    "activation", "gdn_state_mode", "num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim",
+    "conv_kernel_size",
+)  # fmt: skip
+_NORM_FACTS = ("activation", "variance_epsilon")
+
+_decode = torch.ops.gdn.decode.default
 _announced: set[tuple[str, str]] = set()
 
 
@@ -52,6 +60,18 @@ def _only_aligns_devices(module: nn.Module) -> bool:
 
 def _after_load(module: nn.Module, incompatible_keys: Any) -> None:
     module.gdn_refresh()
+
+
+class _Step(NamedTuple):
+    """What an eager decode step was decided from, and what came of it."""
+
+    dtype: torch.dtype
+    facts: list[tuple[dict[str, Any], str, Any]]  # entries of dictionaries of the layer's modules
+    called: list[tuple[nn.Module, type]]  # what would be called but for the ops
+    tensors: list[tuple[dict[str, Any], str, weakref.ref]]
+    places: list
+    parameters: tuple[Tensor | None, ...]
+    constants: tuple
 
 
 class PatchedGatedDeltaNet:
@@ -83,7 +103,7 @@ class PatchedGatedDeltaNet:
         if "gdn_packed" not in self._buffers:
             self.register_buffer("gdn_packed", None, persistent=False)
             self._gdn_load_hook = self.register_load_state_dict_post_hook(_after_load)
-            self._gdn_packed_from = None
+            self._gdn_packed_from = self._gdn_step = None
         self.gdn_refresh()
 
     def gdn_teardown(self) -> None:
@@ -93,6 +113,7 @@ class PatchedGatedDeltaNet:
                     weight.data = weight.data.clone()
         self._gdn_load_hook.remove()
         del self.gdn_packed, self._gdn_load_hook, self._gdn_packed_from, self._gdn_known
+        del self._gdn_step
         for name in ("gdn_state_mode", "gdn_window"):
             vars(self).pop(name, None)
 
@@ -103,10 +124,11 @@ class PatchedGatedDeltaNet:
         self._gdn_known = [weakref.ref(w) for w in self._gdn_weights()]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in vars(self).items() if k != "_gdn_known"}
+        return {k: v for k, v in vars(self).items() if k not in ("_gdn_known", "_gdn_step")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._gdn_step = None
         # Copied weights are no views yet, and compiled code would not find out.
         self.gdn_refresh()
 
@@ -200,7 +222,8 @@ class PatchedGatedDeltaNet:
     def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
         # Dropped first: converting it together with the parameters would need its memory twice.
         self.gdn_packed = None
-        self._gdn_known = None  # torch swaps no tensor to which there are weak references
+        # torch swaps no tensor to which there are weak references
+        self._gdn_known = self._gdn_step = None
         try:
             super()._apply(fn, recurse)
         finally:
@@ -208,7 +231,8 @@ class PatchedGatedDeltaNet:
         return self
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self._gdn_known = None  # as in _apply; what is loaded is looked at by _after_load
+        # As in _apply; what is loaded is looked at by _after_load.
+        self._gdn_known = self._gdn_step = None
         super()._load_from_state_dict(*args, **kwargs)
 
     def _gdn_project(self, hidden_states: Tensor, packed: bool) -> Tensor:
@@ -301,6 +325,11 @@ class PatchedGatedDeltaNet:
         """
         cache = kwargs.pop("cache_params", None) if cache is None else cache
         layer = None if cache is None else cache.layers[self.layer_idx]
+        eager = not torch.compiler.is_compiling()
+        if eager and self._gdn_step is not None and layer is not None and attention_mask is None:
+            y = self._gdn_again(hidden_states, layer, kwargs)
+            if y is not None:
+                return y
         needs_grad = torch.is_grad_enabled() and (
             hidden_states.requires_grad or any(p.requires_grad for p in self.parameters())
         )
@@ -312,27 +341,144 @@ class PatchedGatedDeltaNet:
             kwargs[self.gdn_cache_argument] = cache
             return super().forward(hidden_states, attention_mask=attention_mask, **kwargs)
 
-        if not torch.compiler.is_compiling():
+        if eager:
             self._gdn_pack()
         if attention_mask is not None:
             masked = hidden_states * attention_mask[:, :, None]
             hidden_states = masked.to(hidden_states.dtype)
         A_log, dt_bias, conv_weight, norm_weight = parameters
-        mixer = layers.Mixer(
-            layers.Heads(self.num_k_heads, self.num_v_heads, self.head_k_dim, self.head_v_dim),
+        parameters = (
             layers.local(conv_weight).squeeze(1),
             layers.local(self.conv1d.bias),
             layers.local(A_log),
             layers.local(dt_bias),
             layers.local(norm_weight),
-            self.norm.variance_epsilon,
         )
         projected = self._gdn_project(hidden_states, packed=not needs_grad)
-        if layer is not None and layer.has_previous_state[0]:
-            y = self._gdn_continue(projected, mixer, layer)
-        else:
+        if layer is None or not layer.has_previous_state[0]:
+            mixer = self._gdn_mixer(parameters)
             y = self._gdn_start(projected, mixer, cache, kwargs.get("cu_seq_lens_q"), needs_grad)
+        elif self.gdn_state_mode != "full" or hidden_states.shape[1] != 1:
+            y = self._gdn_continue(projected, self._gdn_mixer(parameters), layer)
+        else:
+            self._gdn_fold(layer)
+            constants = self.num_k_heads, self.head_k_dim, self.norm.variance_epsilon
+            y = self._gdn_decode(projected, layer, parameters, constants)
+            if eager and not needs_grad and hidden_states.is_cpu:
+                self._gdn_note(hidden_states.dtype, parameters, constants)
         return layers.project(self.out_proj, y)
+
+    def _gdn_mixer(self, parameters: tuple[Tensor | None, ...]) -> layers.Mixer:
+        heads = layers.Heads(self.num_k_heads, self.num_v_heads, self.head_k_dim, self.head_v_dim)
+        return layers.Mixer(heads, *parameters, self.norm.variance_epsilon)
+
+    def _gdn_decode(
+        self,
+        projected: Tensor,
+        layer: Any,
+        parameters: tuple[Tensor | None, ...],
+        constants: tuple[int, int, float],
+    ) -> Tensor:
+        """What :func:`gdn_ops.nn.mix` does for one token and the full state, without the tuples on
+        the way: each is some more for torch.compile to guard, and for Python to touch."""
+        heads, dim, eps = constants
+        return _decode(
+            projected, *parameters, layer.conv_states[0], self._gdn_state(layer), heads, dim, None,
+            None, None, None, None, True, eps,
+        )  # fmt: skip
+
+    def _gdn_places(self, tensors: list[Tensor]) -> list:
+        """Changes when one of them moves or, where weights are copied, is written."""
+        if not self.gdn_reorders:
+            return [tensor.data_ptr() for tensor in tensors]
+        return self._gdn_fingerprint(tensors)
+
+    def _gdn_note(
+        self, dtype: torch.dtype, parameters: tuple[Tensor | None, ...], constants: tuple
+    ) -> None:
+        """Remember what a decode step was decided from, where all of it can be looked at again."""
+        self._gdn_step = None
+        norm, conv = self.norm, self.conv1d
+        linears = [getattr(self, name) for name in (*self.gdn_projections, "out_proj")]
+        parts = [(linear, "weight") for linear in linears]
+        parts += [(self, "A_log"), (self, "dt_bias"), (norm, "weight"), (conv, "weight")]
+        parts = [(module._parameters, name) for module, name in parts]
+        found = [entries.get(name) for entries, name in parts]
+        if (
+            self.gdn_packed is None
+            or not all(map(layers.is_plain, linears))
+            or not all(type(w) is nn.Parameter and w.is_cpu for w in found)
+            or any(w.dtype != dtype for w in found[: len(linears)])
+            or conv.bias is not None
+            or layers.has_own_forward(norm)
+        ):
+            return
+        found.append(self.gdn_packed)
+        parts.append((self._buffers, "gdn_packed"))
+        modules, own, of_norm = self._modules, vars(self), vars(norm)
+        children = (*self.gdn_projections, "out_proj", "norm", "conv1d")
+        facts = [(modules, name, modules[name]) for name in children]
+        facts += [(own, name, own.get(name)) for name in _FACTS]
+        facts += [(of_norm, name, of_norm.get(name)) for name in _NORM_FACTS]
+        facts += [(module._parameters, "bias", None) for module in (*linears, conv)]
+        self._gdn_step = _Step(
+            dtype,
+            facts,
+            [(module, type(module)) for module in (*linears, norm)],
+            [(*part, weakref.ref(tensor)) for part, tensor in zip(parts, found, strict=True)],
+            self._gdn_places(found),
+            parameters,
+            constants,
+        )
+
+    def _gdn_again(
+        self, hidden_states: Tensor, layer: Any, kwargs: dict[str, Any]
+    ) -> Tensor | None:
+        """One more decode step, if nothing that decided the last one has changed; else None.
+
+        Between two steps the states of a batch go through all caches. What takes the time then is
+        how many objects Python has to look at.
+        """
+        step = self._gdn_step
+        if (
+            torch.is_grad_enabled()
+            or hidden_states.dtype is not step.dtype
+            or not hidden_states.is_cpu
+            or hidden_states.shape[1] != 1
+            or kwargs.get("cu_seq_lens_q") is not None
+            or kwargs.get("seq_idx") is not None
+            or not layer.has_previous_state[0]
+            or layer.record_past
+            or layer.number_of_states != 1
+            or layer.conv_states[0].dtype not in layers.DTYPES
+            or layers.has_global_hooks()
+        ):
+            return None
+        for entries, name, value in step.facts:
+            if entries.get(name) is not value:
+                return None
+        for module, kind in step.called:
+            own = module.__dict__
+            if (
+                type(module) is not kind
+                or "forward" in own
+                or own["_forward_hooks"]
+                or own["_forward_pre_hooks"]
+                or own["_backward_hooks"]
+                or own["_backward_pre_hooks"]
+            ):
+                return None
+        found = []
+        for entries, name, seen in step.tensors:
+            tensor = entries.get(name)
+            if tensor is None or tensor is not seen():
+                return None
+            found.append(tensor)
+        if self._gdn_places(found) != step.places:
+            return None
+        projected = layers.product(hidden_states, found[-1])
+        y = self._gdn_decode(projected, layer, step.parameters, step.constants)
+        return layers.product(y, found[len(self.gdn_projections)])
 
     def _gdn_start(
         self,
