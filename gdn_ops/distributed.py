@@ -328,13 +328,20 @@ class HeadParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if isinstance(module, GatedDeltaNet):
-            return self._shard_layer(module, device_mesh)
-        if hasattr(module, "gdn_projections"):
-            return self._shard_patched(module, device_mesh)
-        raise NotImplementedError(
-            "HeadParallel: expected gdn_ops.nn.GatedDeltaNet or a layer that gdn_ops.patch "
-            f"switched, got {type(module).__name__}"
-        )
+            own, shard = module.heads.num_v_heads, self._shard_layer
+        elif hasattr(module, "gdn_projections"):
+            own, shard = module.num_v_heads, self._shard_patched
+        else:
+            raise NotImplementedError(
+                "HeadParallel: expected gdn_ops.nn.GatedDeltaNet or a layer that gdn_ops.patch "
+                f"switched, got {type(module).__name__}"
+            )
+        if own != module.A_log.shape[0]:
+            raise ValueError(
+                f"HeadParallel: expected a layer with all its {module.A_log.shape[0]} value heads, "
+                f"got one that is sharded, with {own} on each rank"
+            )
+        return shard(module, device_mesh)
 
     @torch.no_grad()
     def _shard_layer(self, layer: GatedDeltaNet, mesh: DeviceMesh) -> nn.Module:

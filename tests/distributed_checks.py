@@ -249,7 +249,7 @@ def check_linear(mesh: DeviceMesh) -> None:
 def refused(message: str, function: Callable[[], object]) -> None:
     try:
         function()
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         assert message in str(error), error
         return
     raise AssertionError(f"not refused: {message}")
@@ -367,6 +367,7 @@ def check_layer(mesh: DeviceMesh, state_mode: str) -> None:
     with CommDebugMode() as comms:
         layer.decode(x[:, :1], pools[1], rows)
     assert comms.get_total_counts() == 1, comms.get_comm_counts()
+    refused("with all its", lambda: parallelize_module(layer, mesh, HeadParallel()))
 
 
 def train(layer: torch.nn.Module, x: Tensor) -> Tensor:
@@ -483,6 +484,10 @@ def check_patched_heads(mesh: DeviceMesh, family: str, state_mode: str) -> None:
     want = whole.generate(prompt, **options)
     assert torch.equal(model.generate(prompt, **options), want)
     close("logits", model(prompt).logits, whole(prompt).logits, 1e-5)
+    plan = {"model.layers.0.linear_attn": HeadParallel()}
+    refused("with all its", lambda: parallelize_module(model, mesh, plan))
+    refused("sharded by heads", lambda: gdn_ops.unpatch(model))
+    assert torch.equal(model.generate(prompt, **options), want)
 
 
 def check_patched_fsdp(mesh: DeviceMesh, family: str) -> None:

@@ -52,11 +52,21 @@ def unpatch(model: nn.Module) -> nn.Module:
     """Give the layers of ``model`` their own classes back and drop the packed buffers. Returns it.
 
     Layers that ``register_transformers`` made go back to the class of transformers too.
+
+    Raises:
+        ValueError: a layer is sharded by heads (:class:`gdn_ops.distributed.HeadParallel`), which
+            transformers' class cannot run. No layer has been switched then.
     """
-    for module in model.modules():
-        if isinstance(module, PatchedGatedDeltaNet):
-            module.gdn_teardown()
-            module.__class__ = module.gdn_base
+    found = [m for m in model.modules() if isinstance(m, PatchedGatedDeltaNet)]
+    for module in found:
+        if module.num_v_heads != module.A_log.shape[0]:
+            raise ValueError(
+                f"gdn_ops.unpatch: a layer with {module.num_v_heads} of {module.A_log.shape[0]} "
+                "value heads on this rank: only patched layers run sharded by heads"
+            )
+    for module in found:
+        module.gdn_teardown()
+        module.__class__ = module.gdn_base
     return model
 
 
