@@ -12,6 +12,7 @@ torch.compile of that.
 from __future__ import annotations
 
 import argparse
+import itertools
 from functools import partial
 
 import torch
@@ -250,6 +251,43 @@ def buffered_table(table, bandwidth):
         torch.cuda.empty_cache()
 
 
+def lowrank_case(table, bandwidth, shape, dtype, R, T):
+    """Full windows of ``dtype``, all tokens kept."""
+    B, H, HV = shape
+    c = Case(B, H, HV, torch.bfloat16, T)
+    entry = (H * K + HV * V) * torch.tensor([], dtype=dtype).element_size() + HV * 4
+    sets = sets_of(R * entry, B)
+    every = rows(B * sets, B)
+    win = new_window(B * sets, H, HV, R, dtype)
+    name, n = f"gdn_ops recurrent_lowrank R={R}", min(CHECKED, B)
+    first = every[0][:n].long()
+    want_win, worst = [x[first].cpu() for x in win], 0.0
+    for _ in range(R // T + 3):
+        c.v.normal_()
+        inputs = [x[:n].cpu() for x in c.inputs]
+        want, want_win = reference.recurrent_lowrank(*inputs, *want_win, qk_l2norm=True)
+        o = ops.recurrent_lowrank(*c.inputs, *win, every[0], qk_l2norm=True)
+        worst = max(worst, relative_error(o[:n], want))
+    if worst > 6e-3:
+        print(f"{name} {dtype} T={T}: out of tolerance {worst}")
+        return
+    for x, scale in zip(win, (K**-0.5, 1.0, -0.1), strict=False):
+        x.uniform_().mul_(scale)
+    win[3].fill_(R)
+    calls = [partial(ops.recurrent_lowrank, *c.inputs, *win, r, qk_l2norm=True) for r in every]
+    seconds, spread = graph_time(calls)
+    c.dtype = dtype  # of the window: there is no state
+    report(table, name, c, seconds, spread, (B * entry * (R + T) + c.io_bytes()) / bandwidth,
+           (worst, None))  # fmt: skip
+
+
+def lowrank_table(table, bandwidth):
+    for shape in ((256, 16, 48), (16, 16, 48), (1, 16, 48), (256, 4, 12)):
+        for dtype, T in itertools.product((torch.float32, torch.bfloat16), (1, 4)):
+            lowrank_case(table, bandwidth, shape, dtype, 16, T)
+            torch.cuda.empty_cache()
+
+
 def layer_table(table, bandwidth, B, H, HV):
     """The fused decode step, on a state and on base and window, and the convolution of a layer."""
     C = 2 * H * K + HV * V
@@ -315,6 +353,7 @@ def layer_table(table, bandwidth, B, H, HV):
 def fill(table, bandwidth, args) -> None:
     decode_table(table, bandwidth, args.quick)
     buffered_table(table, bandwidth)
+    lowrank_table(table, bandwidth)
     for shape in ((256, 16, 48), (1, 16, 48)):
         layer_table(table, bandwidth, *shape)
         torch.cuda.empty_cache()

@@ -1,5 +1,6 @@
 #include "append.cuh"
 #include "lowrank.cuh"
+#include "lowrank.h"
 #include "select.h"
 
 namespace gdn {
@@ -35,6 +36,7 @@ cudaError_t launch_k(const RecurrentArgs& a, const WindowCall& call, cudaStream_
 }  // namespace
 
 cudaError_t lowrank(const RecurrentArgs& a, const WindowCall& call, cudaStream_t stream) {
+  if (lowrank_heads_can(a, call)) return launch_lowrank_heads(a, call, stream);
   switch (a.K) {
     case 64:
       return launch_k<64>(a, call, stream);
