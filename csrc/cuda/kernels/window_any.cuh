@@ -37,7 +37,7 @@ __device__ __forceinline__ float unit_factor(const RecurrentArgs& a, float squar
 
 // blockIdx.x = head * row blocks + row block, blockIdx.y = sequence. BASE: buffered, else low-rank.
 template <bool BASE>
-__global__ void __launch_bounds__(kAnyWindowWarps * 32)
+__global__ void __launch_bounds__(kAnyWindowWarps * 32, BASE ? 8 : 6)
     window_any(const __grid_constant__ RecurrentArgs a,
                const __grid_constant__ AnyWindowGrid grid) {
   constexpr int WARPS = kAnyWindowWarps, THREADS = WARPS * 32, STEPS = 32 / WARPS;
