@@ -431,33 +431,61 @@ def test_buffered_window_dtypes(l2norm, kd, ud, state_dtype):
     close("state", device, want_state, torch.bfloat16, 3)
 
 
-@pytest.mark.parametrize("state_dtype", DTYPES)
+# Base, tokens, window: what has kernels of its own (csrc/cuda/kernels/buffered_launch.cuh).
+USUAL = [
+    (torch.float32, torch.bfloat16, torch.float32), (torch.float32, torch.float16, torch.float32),
+    (torch.float32, torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16, torch.float16),
+    (torch.float32, torch.float16, torch.float16),
+    (torch.bfloat16, torch.bfloat16, torch.bfloat16),
+    (torch.bfloat16, torch.bfloat16, torch.float32), (torch.float16, torch.bfloat16, torch.float32),
+    (torch.float16, torch.bfloat16, torch.float16), (torch.float16, torch.float16, torch.float16),
+]  # fmt: skip
+
+
+def coarsest(*dtypes):
+    return max(dtypes, key=TOLERANCE.get)
+
+
+@pytest.mark.parametrize("state_dtype,dtype,win_dtype", USUAL)
 @pytest.mark.parametrize("T,R,V", [(1, 16, 128), (2, 13, 40), (3, 33, 128), (4, 16, 72),
                                    (4, 8, 36)])  # fmt: skip
-def test_buffered_usual_dtypes(T, R, V, state_dtype):
-    """What a model has: bfloat16 tokens, the window as the state; over a fold and more."""
+def test_buffered_usual_dtypes(T, R, V, state_dtype, dtype, win_dtype):
+    """What a model has; over a fold and more, and a rejected draft."""
     B, H, HV = 2, 2, 6
     state = pool(B, HV, V, 128, state_dtype)
     exact, device = state.double(), state.cuda()
-    k_dtype = torch.float32 if state_dtype == torch.float32 else torch.bfloat16
-    win = window(B, H, HV, R, 128, V, k_dtype, state_dtype)
+    win = window(B, H, HV, R, 128, V, win_dtype, win_dtype)
+    worst = coarsest(state_dtype, dtype, win_dtype)
     for step in range(R // T + 3):
-        args = inputs(B, T, H, HV, 128, V, torch.bfloat16, seed=step)
+        args = inputs(B, T, H, HV, 128, V, dtype, seed=step)
         want, exact = reference.recurrent(*args, exact, qk_l2norm=True)
-        o = ops.recurrent_buffered(*gpu(*args), device, *win, qk_l2norm=True)
-        close(f"o {step}", o, want, torch.bfloat16, 3)
+        kept = None if step == 0 else torch.full((B,), T, device="cuda")
+        if T > 1 and step == 2:  # the same tokens behind a draft that does not hold
+            drafts = inputs(B, T, H, HV, 128, V, dtype, seed=99)
+            kept = torch.full((B,), T, device="cuda")
+            wrong = [torch.cat([x[:, :1], y[:, 1:]], 1) for x, y in zip(args, drafts, strict=True)]
+            ops.recurrent_buffered(*gpu(*wrong), device, *win, num_accepted=kept, qk_l2norm=True)
+            o = ops.recurrent_buffered(
+                *gpu(*[x[:, 1:] for x in args]), device, *win, num_accepted=kept // T,
+                qk_l2norm=True,
+            )  # fmt: skip
+            close("o behind a draft", o, want[:, 1:], worst, 3)
+            continue
+        if T > 1 and step == 3:
+            kept = kept - 1
+        o = ops.recurrent_buffered(*gpu(*args), device, *win, num_accepted=kept, qk_l2norm=True)
+        close(f"o {step}", o, want, worst, 3)
     ops.window_flush(device, *win)
-    close("state", device, exact, torch.bfloat16, 3)
+    close("state", device, exact, worst, 3)
 
 
 @pytest.mark.parametrize("state_dtype", DTYPES)
 def test_a_cleared_window_forgets_what_was_not_finite(state_dtype):
     B, H, HV, R = 2, 2, 4, 8
-    k_dtype = torch.float32 if state_dtype == torch.float32 else torch.bfloat16
     outputs = []
     for value in (1.0, float("inf")):
         state = pool(B, HV, 128, 128, state_dtype).cuda()
-        win = window(B, H, HV, R, 128, 128, k_dtype, state_dtype)
+        win = window(B, H, HV, R, 128, 128, state_dtype, state_dtype)
         for step in range(2):
             args = gpu(*inputs(B, 1, H, HV, 128, 128, torch.bfloat16, seed=step))
             if step == 0:
@@ -807,6 +835,32 @@ def test_short_conv_speculative():
     assert torch.equal(device.cpu(), want_state.float())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("L", [3, 6])
+@pytest.mark.parametrize("form", ["trailing", "leading", "accepted"])
+@pytest.mark.parametrize("T,lengths", [(2, None), (4, None), (7, None), (300, None),
+                                       (20, [4, 0, 15, 1]), (700, [2, 600, 0, 98])])  # fmt: skip
+def test_layouts_of_a_convolution_give_the_same_bits(T, lengths, form, L, dtype):
+    """Channels together are taken in vectors, columns together one by one."""
+    B, P, C = 4, 6, 24
+    L += T - 1 if form == "accepted" else 0
+    r = torch.Generator().manual_seed(5)
+    x = torch.randn(1 if lengths else B, T, C, generator=r).to(dtype).cuda()
+    weight, bias = (torch.randn(*s, generator=r).to(dtype).cuda() for s in ((C, 4), (C,)))
+    taps = torch.randn(P, C, L, generator=r).to(dtype).cuda()
+    last = taps.transpose(1, 2).contiguous().transpose(1, 2)
+    index = torch.tensor([3, -1, 0, 5], device="cuda")
+    has = torch.tensor([True, True, True, False], device="cuda")
+    cu = torch.tensor([0, *itertools.accumulate(lengths)], device="cuda") if lengths else None
+    more = {} if form == "trailing" else {"conv_leading": True}
+    if form == "accepted":
+        more["num_accepted"] = torch.tensor([L - 2, 2, 1, 1], device="cuda")
+    outs = [
+        ops.short_conv(x, weight, bias, pool_, index, has, cu, **more) for pool_ in (taps, last)
+    ]
+    assert torch.equal(*outs) and torch.equal(taps, last) and outs[0].isfinite().all()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("V,first", [(128, 64), (128, 61), (20, 3)])
 def test_gated_rms_norm_of_heads_inside_tokens(V, first, dtype):
@@ -934,6 +988,46 @@ def test_decode_windows(K, V, layout, op, T):
     assert torch.equal(conv_d.cpu(), want_conv.to(dtype))
 
 
+@pytest.mark.parametrize("state_dtype,dtype,win_dtype", USUAL)
+@pytest.mark.parametrize("V", [128, 136])
+def test_decode_buffered_verifies_drafts(V, state_dtype, dtype, win_dtype):
+    """Against the oracle, some drafts rejected; layouts of the histories give the same bits."""
+    H, HV, K, P, B, R, T = 2, 6, 128, 5, 4, 9, 4
+    index = torch.tensor([3, -1, 1, 4])
+    r = torch.Generator().manual_seed(4)
+    taps = torch.randn(P, 2 * H * K + HV * V, 3 + T - 1, generator=r).to(dtype)
+    state = pool(P, HV, V, K, state_dtype)
+    accepted = torch.randint(1, T + 1, (6, B), generator=r, dtype=torch.int32)
+    found = []
+    for channels_last in (False, True):
+        conv = taps.cuda()
+        if channels_last:
+            conv = conv.transpose(1, 2).contiguous().transpose(1, 2)
+        base, win = state.cuda(), window(P, H, HV, R, K, V, win_dtype, win_dtype)
+        want_conv, want_state = taps.double(), state.double()
+        want_win = tuple(torch.zeros_like(x, device="cpu").double() for x in win[:3])
+        want_win = (*want_win, torch.zeros(P, dtype=torch.int32))
+        ys = []
+        for step, kept in enumerate(accepted):
+            x = layer(B, T, H, HV, K, V, dtype, seed=step)
+            x["projected"][1] = float("nan")
+            more = {"num_accepted": kept, "conv_leading": True}
+            want, want_conv, want_state, want_win = reference.decode_buffered(
+                *x.values(), want_conv, want_state, *want_win, H, K, index, **more
+            )
+            more["num_accepted"] = kept.cuda()
+            y = ops.decode_buffered(*gpu(*x.values()), conv, base, *win, H, K, index.cuda(), **more)
+            assert (y[1] == 0).all()
+            live = [0, 2, 3]
+            close(f"y {step}", y[live], want[live], coarsest(dtype, state_dtype, win_dtype), 4)
+            assert win[3].cpu().tolist() == want_win[3].tolist()
+            ys.append(y)
+        assert torch.equal(conv.cpu(), want_conv.to(dtype))
+        found.append([*ys, conv, base, *win])
+    for a, b in zip(*found, strict=True):  # as bytes: unused entries of the window are NaN
+        assert torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
 @pytest.mark.parametrize("state_dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("L", [3, 4])
 @pytest.mark.parametrize("V", [128, 136])
@@ -947,7 +1041,7 @@ def test_convolution_inside_and_apart_give_the_same_bits(V, L, state_dtype):
     state = pool(P, HV, V, K, dtype=state_dtype).cuda()
     found = []
     for conv in (taps, last):
-        base, win = state.clone(), window(P, H, HV, R, K, V, torch.bfloat16, state_dtype)
+        base, win = state.clone(), window(P, H, HV, R, K, V, state_dtype, state_dtype)
         ys = []
         for step in range(5):
             x = layer(B, 1, H, HV, K, V, torch.bfloat16, seed=step)

@@ -304,8 +304,7 @@ Tensor gated_rms_norm_op(const Tensor& x, const Tensor& gate, const Tensor& weig
 
 // conv + gates, the recurrence, the gated norm: three launches that overlap where the device has
 // programmatic dependent launch. Three value heads read the conv columns of one q/k head, so the
-// pass that rolls those columns has to be a launch of its own; before a window there is one anyway,
-// which takes q and k on, and v is left to the blocks of the rows.
+// pass that rolls those columns has to be a launch of its own.
 Tensor run_decode(const char* op, const DecodeTensors& t, int64_t num_k_heads, int64_t head_k_dim,
                   const SeqTensors& seq, std::optional<double> scale, bool qk_l2norm, double eps,
                   const std::string& activation, bool conv_leading) {
@@ -317,20 +316,14 @@ Tensor run_decode(const char* op, const DecodeTensors& t, int64_t num_k_heads, i
   d.front.l2norm = false;
   const int64_t B = r.seqs.B, T = r.seqs.T;
   const cudaStream_t s = stream();
-  r.q.dtype = r.k.dtype = r.v.dtype = d.front.conv.x.dtype;
-  r.gates = d.front.gates;
-  const bool conv_inside = r.window.fill && window_takes_conv(d.front, r);
-  std::optional<Front> front;
-  if (!conv_inside) {
-    front.emplace(d.front, t.projected);
-    r.q = d.front.q;
-    r.k = d.front.k;
-    r.v = d.front.v;
-    r.gates = Gates();
-    r.gates.g = view_of(front->g, 1);
-    r.gates.beta = view_of(front->beta, 1);
-  }
-  if (front) launched(op, conv_gating(d.front, s));
+  Front front(d.front, t.projected);
+  r.q = d.front.q;
+  r.k = d.front.k;
+  r.v = d.front.v;
+  r.gates = Gates();
+  r.gates.g = view_of(front.g, 1);
+  r.gates.beta = view_of(front.beta, 1);
+  launched(op, conv_gating(d.front, s));
   Tensor o = at::empty({B, T, r.HV, r.V}, t.projected.options());
   r.out = view_of(o, r.V);
   Tensor y = at::empty({B, T, r.HV * r.V}, t.projected.options());
@@ -338,8 +331,7 @@ Tensor run_decode(const char* op, const DecodeTensors& t, int64_t num_k_heads, i
     const Tensor memory = scratch(t.projected, window_workspace(r));
     WindowCall call;
     call.workspace = memory.data_ptr();
-    call.early = !conv_inside;
-    call.front = conv_inside ? &d.front : nullptr;
+    call.early = true;
     call.norm.on = window_takes_norm(r);
     call.norm.z = d.z;
     call.norm.y = view_of(y, r.V);

@@ -50,16 +50,14 @@ size_t window_workspace(const RecurrentArgs& a) {
 }
 
 bool window_takes_norm(const RecurrentArgs& a) {
-  return vectors_can(a) && a.V <= (a.K == 256 && a.state.ptr ? 64 : 128);
-}
-
-bool window_takes_conv(const ConvGatingArgs& front, const RecurrentArgs& a) {
-  if (!a.state.ptr || a.K != 128 || !vectors_can(a) || a.seqs.cu_seqlens.ptr || a.seqs.T != 1)
-    return false;
-  if (!conv_fits(front, a)) return false;
-  // Beside a f32 base it is slower than a launch of its own (docs/tried/cuda.md).
-  return a.state.dtype == DType::bf16 ? usual_dtypes<bf16>(a)
-                                      : a.state.dtype == DType::f16 && usual_dtypes<f16>(a);
+  if (!vectors_can(a) || a.V > (a.K == 256 && a.state.ptr ? 64 : 128)) return false;
+  // Kernels that stand alone are bound by their instructions, and the norm has a launch of its own
+  // (docs/tried/cuda.md).
+  const bool alone = a.state.ptr && stands_alone(a, 128);
+  const DType st = a.state.dtype;
+  return !alone || (st == DType::f32    ? !usual_kernels<float>(a, false)
+                    : st == DType::bf16 ? !usual_kernels<bf16>(a, false)
+                                        : !usual_kernels<f16>(a, false));
 }
 
 cudaError_t recurrent_window(const RecurrentArgs& a, const WindowCall& call, cudaStream_t stream) {

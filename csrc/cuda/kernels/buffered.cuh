@@ -21,7 +21,6 @@
 
 #include <type_traits>
 
-#include "conv_inside.cuh"
 #include "kernels.h"
 #include "norm.cuh"
 #include "inner.cuh"
@@ -65,23 +64,18 @@ __host__ __device__ constexpr int record_floats(int R, int TG) {
   return (4 * TG + (R + TG) * TG * 2 + 3) / 4 * 4;
 }
 
-struct NoProducts {};
-
-// Stands for a ConvToken where the convolution is not inside.
-struct NoConv {
-  __device__ __forceinline__ NoConv(const ConvInside&, int64_t, int64_t, bool, int) {}
+struct NoProducts {
+  static constexpr bool kStaged = false;
 };
 
-// blockIdx.x = key head, blockIdx.y = sequence; one warp. CONV: q and k come out of the
-// convolution here (one token a sequence).
-template <class ST, class AT, class KT, int K, int TG, bool CONV>
+// blockIdx.x = key head, blockIdx.y = sequence; one warp.
+template <class ST, class AT, class KT, int K, int TG>
 __global__ void __launch_bounds__(32, TG == 1 && K <= 128 ? 32 : 16)
     prepare_window(const __grid_constant__ RecurrentArgs a,
-                   const __grid_constant__ WindowWorkspace ws,
-                   const __grid_constant__ ConvInside conv, int64_t first, bool flush, bool early) {
+                   const __grid_constant__ WindowWorkspace ws, int64_t first, bool flush,
+                   bool early) {
   using Columns = WindowColumns<ST, K, TG>;
   constexpr int PER = K / 32, NV = 2 * TG, AHEAD = TG == 1 ? 8 : 4;
-  using Conv = std::conditional_t<CONV, ConvToken<AT, PER>, NoConv>;
   __shared__ float dots[(kMaxWindow + TG) * NV];
   const int64_t n = first + blockIdx.y;
   const int h = blockIdx.x, lane = threadIdx.x, ratio = ws.HV / ws.H;
@@ -155,11 +149,8 @@ __global__ void __launch_bounds__(32, TG == 1 && K <= 128 ? 32 : 16)
     const int count = old + t0, entries = count + tokens - 1;
     // Everything that this group reads is asked for before anything is waited for.
     Some<PER> raw_k[TG], raw_q[TG], raw_key[AHEAD];
-    const int q_channel = h * K + lane * PER, k_channel = conv.first_k + q_channel;
-    const Conv conv_k(conv, n, plan.row, plan.fresh, k_channel);
-    const Conv conv_q(conv, n, plan.row, plan.fresh, q_channel);
 #pragma unroll
-    for (int t = 0; !CONV && t < TG; t++) {
+    for (int t = 0; t < TG; t++) {
       const int token = t0 + (t < tokens ? t : 0);
       raw_k[t] = load_some<AT, PER>(pk, at, token * k_st + lane * PER);
       raw_q[t] = load_some<AT, PER>(pq, at, token * q_st + lane * PER);
@@ -187,10 +178,6 @@ __global__ void __launch_bounds__(32, TG == 1 && K <= 128 ? 32 : 16)
     float back_k[TG], back_q[TG];
 #pragma unroll
     for (int t = 0; t < TG; t++) {
-      if constexpr (CONV) {
-        raw_k[t] = conv_k.finish(conv, plan.row, k_channel);
-        raw_q[t] = conv_q.finish(conv, plan.row, q_channel);
-      }
       token[t].template prepare<AT>(raw_k[t], raw_q[t], at, a.l2norm, lane);
       const float (&k)[PER] = token[t].k, (&q)[PER] = token[t].q;
       back_k[t] = back_q[t] = 1.f;
@@ -353,7 +340,7 @@ struct BufferedGrid {
 };
 
 // Where things stand in the shared memory of a block of VB rows.
-template <class ST, class KT, int K, int VB, int TG, bool ALONE>
+template <class ST, class AT, class KT, int K, int VB, int TG, bool ALONE>
 struct BufferedShared {
   using Columns = WindowColumns<ST, K, TG>;
   static constexpr int kTile = VB * K * static_cast<int>(sizeof(ST));
@@ -368,34 +355,30 @@ struct BufferedShared {
   static __host__ __device__ int rest_at(int R) {
     int bytes = kScratch;
     if constexpr (ALONE) {
-      const int entries = inner_tiles(R) * InnerProducts<KT, K, VB / 32, TG>::kTileBytes;
+      const int entries = inner_tiles(R) * InnerProducts<AT, KT, K, VB / 32, TG>::kTileBytes;
       bytes = entries > bytes ? entries : bytes;
     }
     return kProducts + bytes;
   }
   static __host__ __device__ int record_at(int R) {
-    if constexpr (ALONE) return rest_at(R) + InnerProducts<KT, K, VB / 32, TG>::kRestBytes;
+    if constexpr (ALONE) return rest_at(R) + InnerProducts<AT, KT, K, VB / 32, TG>::kRestBytes;
     return rest_at(R);
   }
   static __host__ __device__ int folds_at(int R) { return record_at(R) + record_floats(R, TG) * 4; }
-  // `conv`: and inputs and history of the convolution, 16 bits each.
-  static __host__ __device__ int bytes(int R, bool conv) {
-    return folds_at(R) + (ALONE ? (R + 4) / 4 * 16 : 0) + (conv ? 4 * VB * 2 : 0);
+  static __host__ __device__ int bytes(int R) {
+    return folds_at(R) + (ALONE ? (R + 4) / 4 * 16 : 0);
   }
 };
 
 // blockIdx.x = head * row_blocks + row block, blockIdx.y = sequence. VB rows, a thread each; TG
 // tokens are taken together. ST, AT, KT, UT: state, activations, keys and updates of the window.
-// CONV: v comes out of the convolution here (one token a sequence). ALONE: no prepare_window; a
-// sequence has at most TG tokens.
-template <class ST, class AT, class KT, class UT, int K, int VB, int TG, int MIN_BLOCKS, bool CONV,
-          bool ALONE>
+// ALONE: no prepare_window, and no norm; a sequence has at most TG tokens.
+template <class ST, class AT, class KT, class UT, int K, int VB, int TG, int MIN_BLOCKS, bool ALONE>
 __global__ void __launch_bounds__(VB, MIN_BLOCKS)
     buffered_rows(const __grid_constant__ RecurrentArgs a,
                   const __grid_constant__ BufferedGrid grid,
-                  const __grid_constant__ WindowWorkspace ws,
-                  const __grid_constant__ ConvInside conv) {
-  using Shared = BufferedShared<ST, KT, K, VB, TG, ALONE>;
+                  const __grid_constant__ WindowWorkspace ws) {
+  using Shared = BufferedShared<ST, AT, KT, K, VB, TG, ALONE>;
   using Columns = WindowColumns<ST, K, TG>;
   constexpr int WARPS = VB / 32, E = 16 / sizeof(ST), CH = K / E, NV = 2 * TG;
   constexpr int PRE = 16;  // entries of u in flight
@@ -453,11 +436,7 @@ __global__ void __launch_bounds__(VB, MIN_BLOCKS)
     }
   };
 
-  // Of the convolution, prepare_window touches other channels.
-  const int channel = conv.first_v + static_cast<int>(hv) * V + row0;
-  const int channels = V - row0 < VB ? V - row0 : VB;
   const int R = ALONE ? static_cast<int>(w.R) : ws.R;
-  uint4* const staged = reinterpret_cast<uint4*>(shared + Shared::bytes(R, false));
   // The first blocks start while prepare_window runs. What runs with it writes neither base nor
   // indices (`early`), so they ask for the base before they wait for the plan; the others find the
   // plan, and ask for all that depends on it first, as it would queue behind the base.
@@ -478,9 +457,6 @@ __global__ void __launch_bounds__(VB, MIN_BLOCKS)
     const WindowRow s = window_row<TG == 1>(a, n);
     home += s.row * a.state.s_p;
     if (wanted(s.row, s.tokens, s.fresh)) copy_base();
-    if constexpr (CONV) {
-      if (s.row >= 0) conv.fetch<AT, VB>(staged, n, s.row, s.fresh, channel, channels);
-    }
   }
   wait_for_previous_kernel();
   let_next_kernel_start();
@@ -488,15 +464,17 @@ __global__ void __launch_bounds__(VB, MIN_BLOCKS)
   WindowRow held_by;
   if constexpr (ALONE) {  // the counts come later
     held_by = window_row<TG == 1>(a, n);
+    held_by.start = 0;  // no packed sequences
+    held_by.tokens = static_cast<int>(a.seqs.T);
     plan = plan_of(a, held_by, 0, false);
   } else {
     plan = ws.plans[n];
   }
   if (ALONE || !first_wave) home += plan.row * a.state.s_p;
   const int T = plan.tokens;
-  const int64_t b = TG == 1 ? n : a.seqs.cu_seqlens.ptr ? 0 : n;
+  const int64_t b = TG == 1 || ALONE ? n : a.seqs.cu_seqlens.ptr ? 0 : n;
   if (plan.row < 0) {
-    const View& result = grid.norm.on ? grid.norm.y : a.out;
+    const View& result = !ALONE && grid.norm.on ? grid.norm.y : a.out;
     const WindowRow s = window_row<TG == 1>(a, n);
     for (int t = 0; live && !grid.flush && t < s.tokens; t++) {
       store_as(result.ptr, result.dtype,
@@ -514,9 +492,6 @@ __global__ void __launch_bounds__(VB, MIN_BLOCKS)
   const bool base_due = !ALONE && first_wave
                             ? grid.flush && plan.fold
                             : plan.fold || wanted(plan.row, plan.tokens, plan.fresh);
-  if constexpr (CONV) {
-    if (!first_wave) conv.fetch<AT, VB>(staged, n, plan.row, plan.fresh, channel, channels);
-  }
   if (!ALONE && !kUpdatesFirst && base_due) copy_base();
 
   // Pointers once; inside a row offsets fit 32 bits (window_refusal).
@@ -553,7 +528,7 @@ __global__ void __launch_bounds__(VB, MIN_BLOCKS)
 #pragma unroll
     for (int t = 0; t < TG; t++) {
       const int token = t0 + (t < tokens ? t : 0);
-      raw_v[t] = live && !CONV ? load_one<AT>(pv, at, token * v_st + own_row * v_sd) : 0;
+      raw_v[t] = live ? load_one<AT>(pv, at, token * v_st + own_row * v_sd) : 0;
     }
   };
   // Entries past the last are read as the last: never used, and no predicate a load.
@@ -587,7 +562,7 @@ __global__ void __launch_bounds__(VB, MIN_BLOCKS)
   const char* pw = nullptr;  // keys that a fold reads
   int key_step = K;
   float* fold = nullptr;  // its weights
-  using Inner = std::conditional_t<ALONE, InnerProducts<KT, K, WARPS, TG>, NoProducts>;
+  using Inner = std::conditional_t<ALONE, InnerProducts<AT, KT, K, WARPS, TG>, NoProducts>;
   Inner inner;
   if constexpr (ALONE) {
     KT* const keys = static_cast<KT*>(w.k) + plan.row * w.sk_p + h * w.sk_h;
@@ -617,8 +592,8 @@ __global__ void __launch_bounds__(VB, MIN_BLOCKS)
     }
     inner.ask_keys(keys, key_step, R, 0, 0);
     if (!Inner::kStaged) inner.ask_keys(keys, key_step, R, 0, 1);
-    TokenWeights<ST, KT, K, WARPS, TG> own_weights;
-    TokenColumns<ST, KT, K, TG> own;
+    TokenWeights<ST, AT, KT, K, WARPS, TG> own_weights;
+    TokenColumns<ST, AT, KT, K, TG> own;
     inner.ask_tokens(a, b, plan.start, h, T);
     if (token < T) {
       own_weights.ask_decays(w, plan, hv, lane);
@@ -748,13 +723,13 @@ __global__ void __launch_bounds__(VB, MIN_BLOCKS)
             const int e = e0 + 2 * quad + (i & 1) + (i & 2) * 4;
             key[i] = {};
             if (e < folded) {
-              if constexpr (ALONE) {
+              if constexpr (Inner::kStaged) {
                 const uint2 x = reinterpret_cast<const uint2*>(
                     inner.piece(e, block * 4 + group / 2))[group & 1];
                 key[i].w[0] = x.x;
                 key[i].w[1] = x.y;
               } else {
-                key[i] = load_some<KT, 4>(pw, w.k_dtype, e * K + block * 32 + group * 4);
+                key[i] = load_some<KT, 4>(pw, w.k_dtype, e * key_step + block * 32 + group * 4);
               }
             }
           }
@@ -815,7 +790,7 @@ __global__ void __launch_bounds__(VB, MIN_BLOCKS)
     } else {
       // STEP entries at a time: a lane keeps their keys at its columns and walks down the rows,
       // which come in as many parts as there is room for.
-      constexpr int STEP = ALONE && TG > 1 ? 16 : 8, HELD = 32 * 8 / STEP;
+      constexpr int STEP = ALONE && (TG > 1 || sizeof(KT) == 2) ? 16 : 8, HELD = 32 * 8 / STEP;
       float* const mine = reinterpret_cast<float*>(products) + warp * HELD * STEP;
       for (int e0 = 0; e0 < folded; e0 += STEP) {
         float x[STEP];
@@ -848,6 +823,9 @@ __global__ void __launch_bounds__(VB, MIN_BLOCKS)
             const int e = e0 + i < folded ? e0 + i : folded - 1;
             some_to_float<KT, E>(load_some<KT, E>(pw, w.k_dtype, e * key_step + c * E), w.k_dtype,
                                  k[i]);
+            // Converted once and here: what the compiler makes of it otherwise spills.
+#pragma unroll
+            for (int j = 0; sizeof(KT) == 2 && j < E; j++) asm volatile("" : "+f"(k[i][j]));
           }
           arrived();
           ST* to_row = home + (warp_row + lane / (CH < 32 ? CH : 32)) * a.state.s_v + c * E;
@@ -909,12 +887,9 @@ __global__ void __launch_bounds__(VB, MIN_BLOCKS)
       if (kUpdateTiles) __syncwarp();  // other lanes stored what this one reads
       load_u();
     }
+    const bool norm = !ALONE && grid.norm.on;
     NormInputs<TG> norm_in;
-    if (TG == 1 && grid.norm.on && live) norm_in.load(grid.norm, 1, b, plan.start, hv, own_row);
-    uint2 taps = make_uint2(0, 0);
-    if constexpr (CONV) {
-      if (live) taps = conv.taps_of<AT>(channel + own_row);
-    }
+    if (TG == 1 && norm && live) norm_in.load(grid.norm, 1, b, plan.start, hv, own_row);
     // What the entries give: places 16 m + group and 8 below, columns k and q of token `quad`. What
     // it takes is there before the base where this block worked it out itself.
     float sums[kUpdateTiles ? 2 : 1][4] = {};
@@ -960,11 +935,6 @@ __global__ void __launch_bounds__(VB, MIN_BLOCKS)
     if (ALONE && kUpdateTiles) {
       arrived();
       __syncwarp();
-    }
-    float own_v = 0.f;
-    if constexpr (CONV) {
-      if (live) own_v = conv.convolve<AT, VB>(staged, taps, plan.fresh, channel, own_row);
-      conv.roll<AT, VB>(staged, plan.row, plan.fresh, channel, channels);
     }
     float p[TG], o[TG], x[TG], y[TG];
 #pragma unroll
@@ -1128,18 +1098,18 @@ __global__ void __launch_bounds__(VB, MIN_BLOCKS)
           if (token.x != 0.f) p[t] = __fmaf_rn(token.x, x[t], p[t]);
           if (token.y != 0.f) o[t] = __fmaf_rn(token.y, y[t], o[t]);
         }
-        const float u = token.w * ((CONV ? own_v : one_to_float<AT>(raw_v[t], at)) - p[t]);
+        const float u = token.w * (one_to_float<AT>(raw_v[t], at) - p[t]);
         out[t] = a.scale * __fmaf_rn(token.z, u, o[t]);
         if (live) {
           store_one<UT>(late_pu, w.u_dtype, (count + t) * su + own_row, u);
-          if (!grid.norm.on) store_one<AT>(po, at, (t0 + t) * o_st + own_row * o_sd, out[t]);
+          if (!norm) store_one<AT>(po, at, (t0 + t) * o_st + own_row * o_sd, out[t]);
         }
         if (t + 1 < TG && t + 1 < tokens) {
           add_entry(count + t, round_one<UT>(w.u_dtype, u), t + 1);
         }
       }
     }
-    if (grid.norm.on) {
+    if (norm) {
       const int64_t token = plan.start + t0;
       if (TG > 1 && live) norm_in.load(grid.norm, tokens, b, token, hv, own_row);
       norm_tail<TG, WARPS>(grid.norm, out, norm_in, tokens, b, token, hv, own_row, live, V, at,

@@ -32,12 +32,12 @@ WindowWorkspace workspace_of(const RecurrentArgs& a, void* memory) {
 }
 
 template <class ST, class AT, class KT, class UT, int K, int VB, int TG, int MIN_BLOCKS,
-          bool CONV = false, bool ALONE = false>
+          bool ALONE = false>
 cudaError_t launch_buffered_rows(const RecurrentArgs& a, const WindowCall& call,
                                  cudaStream_t stream) {
   const WindowWorkspace ws = workspace_of<ST, K, TG>(a, call.workspace);
-  const auto kernel = buffered_rows<ST, AT, KT, UT, K, VB, TG, MIN_BLOCKS, CONV, ALONE>;
-  const int shared = BufferedShared<ST, KT, K, VB, TG, ALONE>::bytes(ws.R, CONV);
+  const auto kernel = buffered_rows<ST, AT, KT, UT, K, VB, TG, MIN_BLOCKS, ALONE>;
+  const int shared = BufferedShared<ST, AT, KT, K, VB, TG, ALONE>::bytes(ws.R);
   cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
   if (error == cudaSuccess) {
@@ -50,30 +50,36 @@ cudaError_t launch_buffered_rows(const RecurrentArgs& a, const WindowCall& call,
   grid.flush = call.flush;
   grid.norm = call.norm;
   grid.wave = MIN_BLOCKS * multiprocessors();
-  ConvInside conv;
-  if constexpr (CONV) conv = conv_inside(*call.front);
   const int64_t blocks = a.HV * grid.row_blocks.divisor;
   grid.blocks = static_cast<int>(blocks);
   for (; error == cudaSuccess && grid.first < a.seqs.N; grid.first += kMaxGridY) {
     const int64_t count = a.seqs.N - grid.first < kMaxGridY ? a.seqs.N - grid.first : kMaxGridY;
     if constexpr (!ALONE) {
-      error = launch(prepare_window<ST, AT, KT, K, TG, CONV>,
+      error = launch(prepare_window<ST, AT, KT, K, TG>,
                      dim3(static_cast<unsigned>(a.H), static_cast<unsigned>(count)), dim3(32), 0,
-                     stream, a, ws, conv, grid.first, call.flush, call.early);
+                     stream, a, ws, grid.first, call.flush, call.early);
       if (error != cudaSuccess) break;
     }
     error = launch(kernel, dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(count)),
-                   dim3(VB), shared, stream, a, grid, ws, conv);
+                   dim3(VB), shared, stream, a, grid, ws);
   }
   return error;
 }
 
 // Whether the blocks of the rows do without a kernel before them: they take the tokens of a
-// sequence together, and its counts can hold them twice. What follows a convolution is faster with
-// it (docs/tried/cuda.md).
-inline bool stands_alone(const RecurrentArgs& a, const WindowCall& call, int rows) {
-  return !a.seqs.cu_seqlens.ptr && a.seqs.T <= 4 && !call.early &&
+// sequence together, and its counts can hold them twice.
+inline bool stands_alone(const RecurrentArgs& a, int rows) {
+  return !a.seqs.cu_seqlens.ptr && a.seqs.T <= 4 &&
          countable_blocks(2 * a.HV * ((a.V + rows - 1) / rows)) > 0;
+}
+
+template <class ST, class AT, class KT, class UT, int K>
+cudaError_t launch_alone(const RecurrentArgs& a, const WindowCall& call, cudaStream_t stream) {
+  // With less than 96 registers these spill, and a spilled value that was asked for is waited for.
+  constexpr int blocks = sizeof(ST) == 4 ? 3 : 5;
+  return a.seqs.T == 1
+             ? launch_buffered_rows<ST, AT, KT, UT, K, 128, 1, blocks, true>(a, call, stream)
+             : launch_buffered_rows<ST, AT, KT, UT, K, 128, 4, blocks, true>(a, call, stream);
 }
 
 template <class ST, class AT, class KT, class UT, int K>
@@ -81,20 +87,9 @@ cudaError_t launch_buffered_k(const RecurrentArgs& a, const WindowCall& call, cu
   const bool one = call.flush || (!a.seqs.cu_seqlens.ptr && a.seqs.T == 1);
   constexpr int rows = K == 256 ? 64 : 128;
   constexpr int blocks = sizeof(ST) == 4 ? 3 : 6;
-  // With less than 96 registers these spill, and a spilled value that was asked for is waited for.
   constexpr int fewer = sizeof(ST) == 4 ? 3 : 5;
-  if constexpr (!kIsAny<AT> && sizeof(ST) == 2) {
-    if (call.front) {
-      return launch_buffered_rows<ST, AT, KT, UT, K, rows, 1, blocks, true>(a, call, stream);
-    }
-  }
   if constexpr (!kIsAny<AT>) {
-    if (stands_alone(a, call, rows)) {
-      return one ? launch_buffered_rows<ST, AT, KT, UT, K, rows, 1, fewer, false, true>(a, call,
-                                                                                        stream)
-                 : launch_buffered_rows<ST, AT, KT, UT, K, rows, 4, fewer, false, true>(a, call,
-                                                                                        stream);
-    }
+    if (stands_alone(a, rows)) return launch_alone<ST, AT, KT, UT, K>(a, call, stream);
   }
   return one ? launch_buffered_rows<ST, AT, KT, UT, K, rows, 1, blocks>(a, call, stream)
              : launch_buffered_rows<ST, AT, KT, UT, K, rows, 4, fewer>(a, call, stream);
@@ -106,25 +101,41 @@ inline bool vector_updates(const RecurrentArgs& a) {
   return a.V % 8 == 0 && aligned(w.u, 16) && w.su_p % 8 == 0 && w.su_h % 8 == 0 && w.su_r % 8 == 0;
 }
 
-// The usual dtypes have kernels of their own, in a file of their own; the others find out as they
-// go: bf16 activations and keys, updates of the state's dtype, all f32 beside a f32 state.
-template <class ST>
-using UsualKey = std::conditional_t<sizeof(ST) == 4, float, bf16>;
-template <class T>
-bool is_type(DType d) {
-  return TypeOf<T>::value == d;
-}
-template <class ST>
-bool usual_dtypes(const RecurrentArgs& a) {
-  return is_type<bf16>(a.q.dtype) && is_type<UsualKey<ST>>(a.window.k_dtype) &&
-         is_type<ST>(a.window.u_dtype) && (sizeof(ST) == 4 || vector_updates(a));
-}
-template <class ST>
+// Dtypes that have kernels of their own, in files of their own, for K = 128: base, activations,
+// window. The others find out as they go.
+template <class ST, class AT, class WT>
 cudaError_t buffered_usual(const RecurrentArgs& a, const WindowCall& call, cudaStream_t stream);
+
+// Those of a call, or null. Some have only the kernels that stand alone.
+template <class ST>
+auto usual_kernels(const RecurrentArgs& a, bool flush) -> decltype(&buffered_usual<ST, bf16, ST>) {
+  constexpr DType b = DType::bf16, h = DType::f16, f = DType::f32;
+  const DType wt = a.window.u_dtype;
+  if (a.K != 128 || flush || a.window.k_dtype != wt) return nullptr;
+  const bool alone = stands_alone(a, 128);
+  const auto is = [&](DType activations, DType window) {
+    return a.q.dtype == activations && wt == window;
+  };
+  if constexpr (sizeof(ST) == 4) {
+    if (is(b, f)) return buffered_usual<ST, bf16, float>;
+    if (is(h, f)) return buffered_usual<ST, f16, float>;
+    if (is(b, b) && alone) return buffered_usual<ST, bf16, bf16>;
+    if (is(b, h) && alone) return buffered_usual<ST, bf16, f16>;
+    if (is(h, h) && alone) return buffered_usual<ST, f16, f16>;
+  } else if (wt == f) {
+    if (is(b, f) && alone) return buffered_usual<ST, bf16, float>;
+  } else if (vector_updates(a)) {
+    if (is(b, TypeOf<ST>::value)) return buffered_usual<ST, bf16, ST>;
+    if constexpr (TypeOf<ST>::value == h) {
+      if (is(h, h)) return buffered_usual<ST, f16, ST>;
+    }
+  }
+  return nullptr;
+}
 
 template <class ST>
 cudaError_t launch_buffered(const RecurrentArgs& a, const WindowCall& call, cudaStream_t stream) {
-  if (a.K == 128 && !call.flush && usual_dtypes<ST>(a)) return buffered_usual<ST>(a, call, stream);
+  if (const auto usual = usual_kernels<ST>(a, call.flush)) return usual(a, call, stream);
   switch (a.K) {
     case 64:
       return launch_buffered_k<ST, Any, Any, Any, 64>(a, call, stream);

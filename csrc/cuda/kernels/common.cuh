@@ -182,6 +182,19 @@ __device__ __forceinline__ RawVec<T, N> load_raw(const T* p) {
   return r;
 }
 template <class T, int N>
+__device__ __forceinline__ void store_raw(T* p, const RawVec<T, N>& r) {
+  constexpr int W = RawVec<T, N>::W;
+  // The compiler takes a plain store of a packed vector apart, into words.
+  if constexpr (W == 4) {
+    asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(r.w[0]), "r"(r.w[1]),
+                 "r"(r.w[2]), "r"(r.w[3])
+                 : "memory");
+  } else {
+    static_assert(W == 2, "eight or sixteen bytes");
+    asm volatile("st.global.v2.u32 [%0], {%1,%2};" ::"l"(p), "r"(r.w[0]), "r"(r.w[1]) : "memory");
+  }
+}
+template <class T, int N>
 __device__ __forceinline__ void raw_to_float(const RawVec<T, N>& r, float* f) {
 #pragma unroll
   for (int j = 0; j < RawVec<T, N>::W; j++) {
@@ -318,7 +331,17 @@ __device__ __forceinline__ float transpose_sum(const float (&x)[NV], int lane) {
 // memory that is not the pool's, and token ranges clipped to the tensor.
 __device__ __forceinline__ Sequence device_sequence(const Sequences& s, int64_t n,
                                                     int64_t row_column = -1) {
-  Sequence q = sequence_of(s, n, row_column);
+  // The row is asked for beside the count of accepted tokens, not behind it, unless that names its
+  // column: each is a trip to memory.
+  const bool named = s.S > 0 && row_column < 0;
+  Sequences rest = s;
+  int64_t row = n;
+  if (!named && s.state_indices.ptr) {
+    row = at(s.state_indices, n, s.S > 0 ? row_column : 0);
+    rest.state_indices.ptr = nullptr;
+  }
+  Sequence q = sequence_of(rest, n, row_column);
+  if (!named && q.row >= 0) q.row = row;
   if (q.row >= s.P) q.row = -1;
   if (s.cu_seqlens.ptr) {
     q.start = q.start < 0 ? 0 : q.start;

@@ -212,6 +212,139 @@ __global__ void __launch_bounds__(128)
   *reinterpret_cast<uint4*>(out) = Vec<T>::pack(r);
 }
 
+// W = 4, x, weights and histories of one 16-bit type, channels of a column and of a token
+// neighbours in memory, N of them a thread; blockIdx as in conv_channels. Four tokens are under way
+// at a time.
+template <class T, int N>
+__global__ void __launch_bounds__(128, 8)
+    conv_vectors(const __grid_constant__ ConvArgs a, const __grid_constant__ ConvTarget to,
+                 const __grid_constant__ GateOutputs gate, int64_t first, int chunk, int norm_lanes,
+                 bool outputs, bool keep) {
+  constexpr int W = 4, NT = 4;
+  using Some = RawVec<T, N>;
+  const int64_t n = first + blockIdx.y;
+  const int c = static_cast<int>(blockIdx.x * 128 + threadIdx.x) * N;
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  const Sequence s = device_sequence(a.seqs, n, 0);
+  // Tokens of this block, counted from the sequence's first.
+  const int length = static_cast<int>(s.end - s.start);
+  int begin = static_cast<int>(blockIdx.z) * chunk;
+  const int end = !outputs || length - begin < chunk ? length : begin + chunk;
+  if (c >= a.C) {
+    // The threads past the last channel take the gates.
+    const int HV = static_cast<int>(gate.HV), step = (gridDim.x * 128 * N - a.C) / N;
+    for (int i = (c - a.C) / N + begin * HV; gate.g && i < end * HV; i += step) {
+      const int64_t t = s.start + i / HV, hv = i % HV, at = (s.b * a.seqs.T + t) * HV + hv;
+      float g = 0.f, beta = 0.f;
+      if (s.row >= 0) compute_gates(gate.gates, load_gates(gate.gates, s.b, t, hv), &g, &beta);
+      gate.g[at] = g;
+      gate.beta[at] = beta;
+    }
+    return;
+  }
+  if (begin >= end) return;
+  const int p = to.of(c);
+  const View& y = to.part[p];
+  const T* x = static_cast<const T*>(a.x.ptr) + s.b * a.x.sb + (s.start + begin) * a.x.st + c;
+  T* out = static_cast<T*>(y.ptr) + s.b * y.sb + (s.start + begin) * y.st + (c - to.first[p]);
+  // Column l of the history becomes element l + shift of [live columns, tokens].
+  const bool appended = a.state.leading && a.seqs.num_accepted.ptr;
+  const int L = static_cast<int>(a.state.L), held = a.state.leading ? W - 1 : L;
+  const int shift = appended ? 1 : length, wanted = appended ? W - 1 + length - 1 : held;
+  const int columns = !keep ? 0 : wanted < L ? wanted : L;
+  if (!outputs && shift > held) {
+    begin = shift - held;  // the first that stays
+    x += begin * a.x.st;
+  }
+  Some raw[NT], live[W - 1], raw_w[W];
+  const auto ask = [&](int count) {
+#pragma unroll
+    for (int i = 0; i < NT; i++) {
+      if (i < count) raw[i] = load_raw<T, N>(x + i * a.x.st);
+    }
+  };
+  ask(end - begin);
+  const T* const weight = static_cast<const T*>(a.weight.ptr) + int64_t{W} * c;
+#pragma unroll
+  for (int i = 0; i < W; i++) raw_w[i] = load_raw<T, N>(weight + N * i);
+  if (s.row < 0) {
+    for (int t = begin; outputs && t < end; t++, out += y.st) store_raw<T, N>(out, {});
+    return;
+  }
+  T* const state = static_cast<T*>(a.state.ptr) + s.row * a.state.s_p + c;
+  const auto column_at = [&](int l) { return state + l * a.state.s_l; };
+  const int column = static_cast<int>(history_column(a, s));
+#pragma unroll
+  for (int i = 0; i < W - 1; i++) {
+    const int t = begin - (W - 1) + i;
+    live[i] = {};
+    if (t >= 0) {
+      live[i] = load_raw<T, N>(x + (i - (W - 1)) * a.x.st);
+    } else if (!s.fresh) {
+      live[i] = load_raw<T, N>(column_at(column + W - 1 + t));
+    }
+  }
+  // What stays of the history; going up, no column is overwritten before it is read.
+  if (columns > 0) {
+    for (int j = shift; j < held - (W - 1); j++) {
+      Some old = {};
+      if (!s.fresh) old = load_raw<T, N>(column_at(j));
+      store_raw<T, N>(column_at(j - shift), old);
+    }
+#pragma unroll
+    for (int i = 0; i < W - 1; i++) {
+      const int l = held - (W - 1) + i - shift;
+      if (l >= 0 && l < columns) store_raw<T, N>(column_at(l), live[i]);
+    }
+  }
+  float h[W - 1][N], w[N * W], bias[N];
+#pragma unroll
+  for (int e = 0; e < N; e++) bias[e] = a.bias.ptr ? load_param(a.bias, c + e) : 0.f;
+#pragma unroll
+  for (int i = 0; i < W; i++) raw_to_float<T, N>(raw_w[i], w + N * i);
+#pragma unroll
+  for (int i = 0; i < W - 1; i++) raw_to_float<T, N>(live[i], h[i]);
+  for (int t0 = begin; t0 < end; t0 += NT, x += NT * a.x.st, out += NT * y.st) {
+    if (t0 > begin) ask(end - t0);
+#pragma unroll
+    for (int i = 0; i < NT; i++) {
+      if (t0 + i >= end) break;
+      const int l = held - shift + t0 + i;
+      if (l >= 0 && l < columns) store_raw<T, N>(column_at(l), raw[i]);
+      if (!outputs) continue;
+      float now[N], r[N];
+      raw_to_float<T, N>(raw[i], now);
+#pragma unroll
+      for (int e = 0; e < N; e++) {
+        float sum = bias[e];
+#pragma unroll
+        for (int j = 0; j < W - 1; j++) sum = __fmaf_rn(w[e * W + j], h[j][e], sum);
+        sum = __fmaf_rn(w[e * W + W - 1], now[e], sum);
+        r[e] = a.silu ? silu(sum) : sum;
+#pragma unroll
+        for (int j = 0; j + 1 < W - 1; j++) h[j][e] = h[j + 1][e];
+        h[W - 2][e] = now[e];
+      }
+      if (norm_lanes > 0 && p < 2) {
+        // The model rounds the convolution before it normalises.
+        float sum = 0.f;
+#pragma unroll
+        for (int e = 0; e < N; e++) {
+          r[e] = to_float(from_float<T>(r[e]));
+          sum = __fmaf_rn(r[e], r[e], sum);
+        }
+        const unsigned mask = __activemask();
+        for (int m = norm_lanes / 2; m; m >>= 1) sum += __shfl_xor_sync(mask, sum, m);
+        const float scale = rsqrtf(sum + kL2Eps);
+#pragma unroll
+        for (int e = 0; e < N; e++) r[e] *= scale;
+      }
+      store_floats<T, N>(out + i * y.st, r);
+    }
+  }
+}
+
 // Normalises rows of q and k in place: one warp a head and token.
 __global__ void __launch_bounds__(128)
     normalize_heads(const __grid_constant__ View x, int64_t B, int64_t T, int64_t H, int64_t K) {

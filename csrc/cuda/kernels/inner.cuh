@@ -1,10 +1,10 @@
 // Inner products and weights of a window's entries, by the block of rows that needs them: for a
-// call of bf16 tokens, at most TG a sequence, on entries whose keys are bf16 or f32.
+// call of 16-bit tokens, at most TG a sequence.
 //
 // The warps of a block share the columns. Keys [16 entries x columns] times tokens [columns x k, q
 // of each] is a product for the tensor cores: tokens are exact there as they come, so normalising
-// them is a factor of the sum, and f32 keys are two tf32 parts. The order of columns inside a
-// product is free, so a lane takes eight neighbours of its row of either operand.
+// them is a factor of the sum, and f32 keys are two tf32 parts, f16 keys two of bf16. The order of
+// columns inside a product is free, so a lane takes eight neighbours of its row of either operand.
 #pragma once
 
 #include "mma.cuh"
@@ -34,8 +34,11 @@ struct TokenFactors {
 
 // Keys of 16 bits wait in shared memory, as a fold needs them too: [tile][warp][entry][piece], and
 // what a warp has taken its products of makes place for their sums. f32 keys wait in registers.
-template <class KT, int K, int WARPS, int TG>
+template <class AT, class KT, int K, int WARPS, int TG>
 struct InnerProducts {
+  static_assert(sizeof(AT) == 2 && !(sizeof(KT) == 2 && TypeOf<AT>::value == DType::f16 &&
+                                     TypeOf<KT>::value == DType::bf16),
+                "no product for bf16 keys with f16 tokens");
   static_assert(K / WARPS == 32, "eight columns for each lane of four");
   static constexpr int NV = 2 * TG;
   static constexpr bool kStaged = sizeof(KT) == 2;
@@ -82,7 +85,7 @@ struct InnerProducts {
     tokens = make_uint4(0, 0, 0, 0);
     if (group < 2 * count) {
       const View& x = group & 1 ? a.q : a.k;
-      tokens = *reinterpret_cast<const uint4*>(static_cast<const bf16*>(x.ptr) +
+      tokens = *reinterpret_cast<const uint4*>(static_cast<const AT*>(x.ptr) +
                                                offset_of(x, b, start + group / 2, h) + warp * 32 +
                                                quad * 8);
     }
@@ -95,7 +98,7 @@ struct InnerProducts {
       if constexpr (kStaged) {
         const uint4 low = *piece(first + group, warp * 4 + quad);
         const uint4 high = *piece(first + group + 8, warp * 4 + quad);
-        multiply_16(c, low, high);
+        multiply_keys(c, low, high);
         __syncwarp();
       } else {
         if (first > 0) {
@@ -103,7 +106,7 @@ struct InnerProducts {
           for (int half = 0; half < 2; half++) ask_keys(from, step, count, first, half);
         }
         float x[8], y[2][8];
-        Vec<bf16>::unpack(tokens, x);
+        Vec<AT>::unpack(tokens, x);
 #pragma unroll
         for (int i = 0; i < 4; i++) Vec<float>::unpack(keys[i], y[i / 2] + i % 2 * 4);
 #pragma unroll
@@ -130,13 +133,13 @@ struct InnerProducts {
     if (key) {
       const float rk = factors(group / 2, l2norm).rk;
       float y[8];
-      Vec<bf16>::unpack(tokens, y);
+      Vec<AT>::unpack(tokens, y);
 #pragma unroll
       for (int e = 0; e < 8; e++) y[e] *= rk;
-      own = Vec<bf16>::pack(y);
+      own = Vec<KT>::pack(y);
     }
     float c[4] = {0.f, 0.f, 0.f, 0.f};
-    multiply_16(c, own, make_uint4(0, 0, 0, 0));
+    multiply_keys(c, own, make_uint4(0, 0, 0, 0));
     if (key && quad < TG) rest_of(warp, NV + group / 2)[quad] = make_float2(c[0], c[1]);
   }
 
@@ -165,12 +168,28 @@ struct InnerProducts {
   }
 
  private:
+  // Keys as the window has them.
+  __device__ __forceinline__ void multiply_keys(float (&c)[4], const uint4& low,
+                                                const uint4& high) const {
+    if constexpr (TypeOf<KT>::value != TypeOf<AT>::value) {
+      float y[2][8];
+      Vec<f16>::unpack(low, y[0]);
+      Vec<f16>::unpack(high, y[1]);
+      const uint4 big[2] = {Vec<bf16>::pack(y[0]), Vec<bf16>::pack(y[1])};
+#pragma unroll
+      for (int i = 0; i < 16; i++) y[i / 8][i % 8] = low_part<bf16>(y[i / 8][i % 8]);
+      multiply_16(c, Vec<bf16>::pack(y[0]), Vec<bf16>::pack(y[1]));
+      multiply_16(c, big[0], big[1]);
+    } else {
+      multiply_16(c, low, high);
+    }
+  }
   __device__ __forceinline__ void multiply_16(float (&c)[4], const uint4& low,
                                               const uint4& high) const {
     const uint32_t first[4] = {low.x, high.x, low.y, high.y};
     const uint32_t second[4] = {low.z, high.z, low.w, high.w};
-    mma_16x8x16<bf16>(c, first, tokens.x, tokens.y);
-    mma_16x8x16<bf16>(c, second, tokens.z, tokens.w);
+    mma_16x8x16<AT>(c, first, tokens.x, tokens.y);
+    mma_16x8x16<AT>(c, second, tokens.z, tokens.w);
   }
   static __device__ __forceinline__ float2 total(const float2* from, int step) {
     float2 all = from[0];
@@ -191,24 +210,27 @@ __device__ __forceinline__ PowerOfTwo column_scale(float sum_sq) {
 }
 
 // A token as the products with the base take it, and its key as the window keeps it; by one warp.
-template <class ST, class KT, int K, int TG>
+template <class ST, class AT, class KT, int K, int TG>
 struct TokenColumns {
   using Columns = WindowColumns<ST, K, TG>;
+  static constexpr DType kType = TypeOf<AT>::value;
   static_assert(K == 128, "four columns a lane");
+  static_assert(sizeof(ST) == 4 || kType == DType::bf16 || TypeOf<ST>::value == DType::f16,
+                "bf16 columns do not hold f16 tokens");
   Some<4> k, q;
 
   __device__ __forceinline__ void ask(const RecurrentArgs& a, int64_t b, int64_t token, int h,
                                       int lane) {
-    k = load_some<bf16, 4>(static_cast<const bf16*>(a.k.ptr) + offset_of(a.k, b, token, h),
-                           DType::bf16, lane * 4);
-    q = load_some<bf16, 4>(static_cast<const bf16*>(a.q.ptr) + offset_of(a.q, b, token, h),
-                           DType::bf16, lane * 4);
+    k = load_some<AT, 4>(static_cast<const AT*>(a.k.ptr) + offset_of(a.k, b, token, h), kType,
+                         lane * 4);
+    q = load_some<AT, 4>(static_cast<const AT*>(a.q.ptr) + offset_of(a.q, b, token, h), kType,
+                         lane * 4);
   }
   __device__ __forceinline__ void write(unsigned char* columns, KT* key, const TokenFactors& f,
                                         int t, int lane) const {
     float x[4], y[4];
-    some_to_float<bf16, 4>(k, DType::bf16, x);
-    some_to_float<bf16, 4>(q, DType::bf16, y);
+    some_to_float<AT, 4>(k, kType, x);
+    some_to_float<AT, 4>(q, kType, y);
     if constexpr (Columns::k16Bit) {
       ST* const to = reinterpret_cast<ST*>(columns) + 2 * t * Columns::kPitch + lane * 4;
       const float by_k = column_scale<ST>(f.kk).by, by_q = column_scale<ST>(f.qq).by;
@@ -236,9 +258,9 @@ struct TokenColumns {
 };
 
 // What a warp works out for one token of a value head: the weights of the base and of each entry.
-template <class ST, class KT, int K, int WARPS, int TG>
+template <class ST, class AT, class KT, int K, int WARPS, int TG>
 struct TokenWeights {
-  using Inner = InnerProducts<KT, K, WARPS, TG>;
+  using Inner = InnerProducts<AT, KT, K, WARPS, TG>;
   float g[2];
   RawGates gates;               // of token `lane`
   float entries[2], own, base;  // weights before the inner products

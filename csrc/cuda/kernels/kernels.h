@@ -31,16 +31,12 @@ struct WindowCall {
   bool early = false;         // as in recurrent
   void* workspace = nullptr;  // window_workspace bytes, 16-byte aligned
   NormTail norm;              // only where window_takes_norm
-  // The convolution and the gates, taken on too: q, k, v and gates of the arguments are not read.
-  const ConvGatingArgs* front = nullptr;  // only where window_takes_conv
 };
 
 // `a.state.ptr` null: low-rank. Each of these finds out from the complete block which kernel runs.
 size_t window_workspace(const RecurrentArgs& a);
-// Whether one block owns all rows of a head.
+// Whether one block owns all rows of a head, and the norm gains by it.
 bool window_takes_norm(const RecurrentArgs& a);
-// Asked before `a` has q, k, v and out.
-bool window_takes_conv(const ConvGatingArgs& front, const RecurrentArgs& a);
 cudaError_t recurrent_window(const RecurrentArgs& a, const WindowCall& call, cudaStream_t stream);
 cudaError_t window_reset(const RecurrentArgs& a, cudaStream_t stream);
 

@@ -10,6 +10,7 @@ namespace cuda {
 namespace {
 
 constexpr int64_t kChunk = 256;  // tokens a thread walks
+constexpr int kChannels = 4;     // that a thread of conv_vectors takes
 
 unsigned blocks_for(int64_t items, int64_t each, int64_t most = 1 << 20) {
   const int64_t n = (items + each - 1) / each;
@@ -42,31 +43,56 @@ cudaError_t channels(const ConvArgs& a, const ConvTarget& to, const ConvPool& ou
   return cudaSuccess;
 }
 
-bool token_can(const ConvArgs& a, const ConvTarget& to) {
+// Whether channels stand in vectors of eight 16-bit elements, in the tokens and in the outputs.
+bool vector_channels(const ConvArgs& a, const ConvTarget& to) {
   const ConvPool& s = a.state;
-  if (a.seqs.cu_seqlens.ptr || a.seqs.T != 1 || a.W != 4 || a.x.dtype == DType::f32) return false;
-  if (s.dtype != a.x.dtype || a.weight.dtype != a.x.dtype || a.weight.s1 != 1 || a.weight.s0 != 4 ||
-      a.C % 8 != 0 || a.x.sd != 1) {
-    return false;
-  }
-  if (s.leading ? s.L != 3 || a.seqs.num_accepted.ptr != nullptr : s.L != 3 && s.L != 4) {
-    return false;
-  }
-  const bool taps = s.s_l == 1 && s.s_c == s.L, channels_last = s.s_c == 1 && s.s_l % 8 == 0;
-  if (!(taps || channels_last) || s.s_p % 8 != 0) return false;
-  if (!aligned(s.ptr, 16) || !aligned(a.x.ptr, 16) || a.x.sb % 8 != 0 ||
-      !aligned(a.weight.ptr, 16)) {
+  const DType d = a.x.dtype;
+  if (a.W != 4 || d == DType::f32 || !s.ptr || s.dtype != d || a.weight.dtype != d ||
+      a.weight.s1 != 1 || a.weight.s0 != 4 || !aligned(a.weight.ptr, 16) || a.C % 8 != 0 ||
+      s.s_p % 8 != 0 || !aligned(s.ptr, 16) || !vector_view(a.x, 8)) {
     return false;
   }
   for (int p = 0; p < 3; p++) {
     if (to.first[p] == INT64_MAX) continue;
     const View& y = to.part[p];
-    if (y.sd != 1 || !aligned(y.ptr, 16) || y.sb % 8 != 0 || to.first[p] % 8 != 0 ||
-        y.dtype != a.x.dtype) {
-      return false;
-    }
+    if (y.dtype != d || to.first[p] % 8 != 0 || !vector_view(y, 8)) return false;
   }
   return true;
+}
+
+bool channels_last(const ConvPool& s) { return s.s_c == 1 && s.s_l % 8 == 0; }
+
+bool token_can(const ConvArgs& a, const ConvTarget& to) {
+  const ConvPool& s = a.state;
+  if (a.seqs.cu_seqlens.ptr || a.seqs.T != 1 || !vector_channels(a, to)) return false;
+  if (s.leading ? s.L != 3 || a.seqs.num_accepted.ptr != nullptr : s.L != 3 && s.L != 4) {
+    return false;
+  }
+  return channels_last(s) || (s.s_l == 1 && s.s_c == s.L);
+}
+
+template <class T>
+cudaError_t vectors(const ConvArgs& a, const ConvTarget& to, const GateOutputs& gate,
+                    int norm_lanes, cudaStream_t stream) {
+  constexpr int N = kChannels;
+  const unsigned across = blocks_for(a.C / N + (gate.g ? gate.HV : 0), 128);
+  const int64_t most = a.seqs.T, blocks = int64_t{across} * a.seqs.N;
+  int64_t chunk = kChunk;
+  while (chunk > 32 && blocks * ((most + chunk - 1) / chunk) < 8 * multiprocessors()) chunk /= 2;
+  const bool cut = most > chunk;
+  for (int64_t first = 0; first < a.seqs.N; first += kMaxGridY) {
+    const int64_t count = a.seqs.N - first < kMaxGridY ? a.seqs.N - first : kMaxGridY;
+    const dim3 grid(across, static_cast<unsigned>(count), blocks_for(most, chunk, 32768));
+    if (grid.z == 32768) chunk = (most + 32767) / 32768;  // blockIdx.z is limited too
+    cudaError_t error = launch(conv_vectors<T, N>, grid, dim3(128), 0, stream, a, to, gate, first,
+                               static_cast<int>(chunk), norm_lanes, true, !cut);
+    if (error == cudaSuccess && cut) {
+      error = launch(conv_vectors<T, N>, dim3(across, grid.y), dim3(128), 0, stream, a, to,
+                     GateOutputs(), first, static_cast<int>(chunk), 0, false, true);
+    }
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
 }
 
 template <class T, int L, bool TAPS>
@@ -149,6 +175,10 @@ cudaError_t short_conv(const ConvArgs& a, cudaStream_t stream) {
     return a.x.dtype == DType::bf16 ? token<bf16>(a, to, GateOutputs(), 0, stream)
                                     : token<f16>(a, to, GateOutputs(), 0, stream);
   }
+  if (a.seqs.N > 0 && vector_channels(a, to) && channels_last(a.state)) {
+    return a.x.dtype == DType::bf16 ? vectors<bf16>(a, to, GateOutputs(), 0, stream)
+                                    : vectors<f16>(a, to, GateOutputs(), 0, stream);
+  }
   return channels(a, to, a.state, stream);
 }
 
@@ -172,20 +202,34 @@ cudaError_t conv_gating(const ConvGatingArgs& a, cudaStream_t stream) {
   gate.g = a.g;
   gate.beta = a.beta;
   gate.HV = a.HV;
-  const int64_t lanes = a.K / 8;
-  const bool norm_inside = a.K % 8 == 0 && lanes <= 32 && (lanes & (lanes - 1)) == 0;
-  if (token_can(c, to) && (!a.l2norm || norm_inside)) {
-    const int norm_lanes = a.l2norm ? static_cast<int>(lanes) : 0;
-    return c.x.dtype == DType::bf16 ? token<bf16>(c, to, gate, norm_lanes, stream)
-                                    : token<f16>(c, to, gate, norm_lanes, stream);
+  const auto norm_lanes = [&](int64_t channels) {  // of a head, where they can share its norm
+    const int64_t lanes = a.l2norm && a.K % channels == 0 ? a.K / channels : 0;
+    return lanes <= 32 && (lanes & (lanes - 1)) == 0 ? static_cast<int>(lanes) : 0;
+  };
+  const bool norm_inside = !a.l2norm || norm_lanes(8) > 0;
+  if (token_can(c, to) && norm_inside) {
+    return c.x.dtype == DType::bf16 ? token<bf16>(c, to, gate, norm_lanes(8), stream)
+                                    : token<f16>(c, to, gate, norm_lanes(8), stream);
   }
-  cudaError_t error = channels(c, to, c.state, stream);
-  for (int p = 0; p < 2 && a.l2norm && error == cudaSuccess; p++) {
+  // A few gates are taken beside the channels.
+  const bool vector = vector_channels(c, to) && channels_last(c.state),
+             gates_apart = !vector || c.seqs.T > kDecodeTokens;
+  const int lanes = vector ? norm_lanes(kChannels) : 0;
+  cudaError_t error = cudaSuccess;
+  if (vector) {
+    const GateOutputs& beside = gates_apart ? GateOutputs() : gate;
+    error = c.x.dtype == DType::bf16 ? vectors<bf16>(c, to, beside, lanes, stream)
+                                     : vectors<f16>(c, to, beside, lanes, stream);
+  } else {
+    error = channels(c, to, c.state, stream);
+  }
+  for (int p = 0; p < 2 && a.l2norm && lanes == 0 && error == cudaSuccess; p++) {
     error =
         launch(normalize_heads, dim3(blocks_for(c.seqs.B * c.seqs.T * a.H, 4, INT64_C(2147483647))),
                dim3(128), 0, stream, to.part[p], c.seqs.B, c.seqs.T, a.H, a.K);
   }
-  for (int64_t first = 0; first < c.seqs.N && error == cudaSuccess; first += kMaxGridY) {
+  for (int64_t first = 0; gates_apart && first < c.seqs.N && error == cudaSuccess;
+       first += kMaxGridY) {
     const int64_t count = c.seqs.N - first < kMaxGridY ? c.seqs.N - first : kMaxGridY;
     error = launch(sequence_gates,
                    dim3(blocks_for(c.seqs.T * a.HV, 128, 1024), static_cast<unsigned>(count)),

@@ -34,8 +34,8 @@ __device__ __forceinline__ WindowRow window_row(const RecurrentArgs& a, int64_t 
   if constexpr (ONE) {
     s.accepted = a.seqs.num_accepted.ptr ? at(a.seqs.num_accepted, n) : 1;
     s.fresh = a.seqs.has_initial_state && !a.seqs.has_initial_state[n * a.seqs.s_has];
-    s.row = s.accepted < 1 ? -1 : a.seqs.state_indices.ptr ? at(a.seqs.state_indices, n) : n;
-    if (s.row >= a.seqs.P) s.row = -1;
+    s.row = a.seqs.state_indices.ptr ? at(a.seqs.state_indices, n) : n;
+    if (s.row >= a.seqs.P || s.accepted < 1) s.row = -1;
     s.start = 0;
     s.tokens = 1;
   } else {

@@ -1,0 +1,13 @@
+#include "buffered_launch.cuh"
+
+namespace gdn {
+namespace cuda {
+
+template <>
+cudaError_t buffered_usual<float, f16, f16>(const RecurrentArgs& a, const WindowCall& call,
+                                            cudaStream_t stream) {
+  return launch_alone<float, f16, f16, f16, 128>(a, call, stream);
+}
+
+}  // namespace cuda
+}  // namespace gdn
