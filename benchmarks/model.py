@@ -84,7 +84,6 @@ class Model:
         if not self.buffered and T > 1:
             self.rows = self.rows.view(B, T)
         state = STATES[args.state]
-        window = torch.float32 if state == torch.float32 else torch.bfloat16
         R = args.window or (8 if args.state == "f32" else 16)
         self.embedding = torch.randn(VOCAB, HIDDEN, device="cuda", dtype=torch.bfloat16)
         self.layers = []
@@ -115,8 +114,8 @@ class Model:
                 layer["state"] = (torch.randn(P, HV, D, D, device="cuda") / 8).to(state)
                 if self.buffered:
                     layer["window"] = [
-                        torch.zeros(P, H, R, D, dtype=window, device="cuda"),
-                        torch.zeros(P, HV, R, D, dtype=window, device="cuda"),
+                        torch.zeros(P, H, R, D, dtype=state, device="cuda"),
+                        torch.zeros(P, HV, R, D, dtype=state, device="cuda"),
                         torch.zeros(P, HV, R, device="cuda"),
                         torch.arange(P, device="cuda", dtype=torch.int32) % R,
                     ]

@@ -200,16 +200,16 @@ def new_window(P, H, HV, R, dtype):
     ]
 
 
-def buffered_case(table, bandwidth, shape, dtype, R, T, folds):
+def buffered_case(table, bandwidth, shape, dtype, R, T, folds, win_dtype=None):
     """Calls of T tokens, all kept. With ``folds`` a whole cycle with the phases spread over the
     sequences, so that T / R of the rows fold in every call; without, the calls up to the fold."""
     B, H, HV = shape
     c = Case(B, H, HV, dtype, T)
     P = c.pool.shape[0]
-    win = new_window(P, H, HV, R, torch.float32 if dtype == torch.float32 else torch.bfloat16)
-    if dtype == torch.float16:
-        win[1] = win[1].half()
-    name = f"gdn_ops recurrent_buffered R={R}" + ("" if folds else ", none folds")
+    win = new_window(P, H, HV, R, win_dtype or dtype)
+    name = f"gdn_ops recurrent_buffered R={R}"
+    name += f", {win_dtype} window".replace("torch.", "") if win_dtype else ""
+    name += "" if folds else ", none folds"
     index = c.rows[0]
     want = c.pool[index[:CHECKED].long()].double().cpu()
     worst = 0.0
@@ -246,6 +246,9 @@ def buffered_table(table, bandwidth):
             for R_, T, folds in ((R, 1, True), (16, 4, True), (16, 4, False)):
                 buffered_case(table, bandwidth, shape, dtype, R_, T, folds)
                 torch.cuda.empty_cache()
+    for narrow in (torch.bfloat16, torch.float16):
+        buffered_case(table, bandwidth, (256, 16, 48), torch.float32, 16, 1, True, narrow)
+        torch.cuda.empty_cache()
     for dtype, R in ((torch.float32, 8), (torch.bfloat16, 16)):
         buffered_case(table, bandwidth, (1, 16, 48), dtype, R, 1, True)
         torch.cuda.empty_cache()
