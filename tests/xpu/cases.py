@@ -52,6 +52,28 @@ def tokens(g, B, T, H, HV, K, V, act):
     return q, k, v, -2 * torch.rand(B, T, HV, generator=g), torch.rand(B, T, HV, generator=g)
 
 
+def states(g, P, HV, V, K, dtype, strided=False, transposed=False):
+    """A pool, as a slice of wider rows or in the layout of transformers if asked."""
+    pool = (0.3 * torch.randn(P, HV, V, K, generator=g)).to(dtype)
+    if strided:
+        wide = torch.zeros(P, HV, V, K + 32).to(dtype)
+        wide[..., :K] = pool
+        pool = wide[..., :K]
+    return pool.transpose(2, 3).contiguous().transpose(2, 3) if transposed else pool
+
+
+def histories(N, fresh, idx=None, pool=None):
+    """has_initial_state of N sequences, false for `fresh` ones, whose rows then hold NaN: nobody
+    may read them."""
+    if not fresh:
+        return None
+    has = torch.ones(N, dtype=torch.bool)
+    has[list(fresh)] = False
+    for n in fresh if pool is not None else ():
+        pool[int(idx[n])] = float("nan")
+    return has
+
+
 def untouched(name: str, got: torch.Tensor, before: torch.Tensor, rows) -> None:
     """Rows of a pool that no sequence owns are as they were, bit for bit."""
     other = [r for r in range(before.shape[0]) if r not in set(rows)]
@@ -94,20 +116,9 @@ def recurrent(act, state, B=3, H=2, HV=6, K=128, V=128, l2norm=True, scale=None,
     g = generator()
     q, k, v, gates, beta = tokens(g, B, 1, H, HV, K, V, act)
     P = 9 if B < 8 else B + 2
-    pool = (0.3 * torch.randn(P, HV, V, K, generator=g)).to(state)
-    if strided:
-        wide = torch.zeros(P, HV, V, K + 32).to(state)
-        wide[..., :K] = pool
-        pool = wide[..., :K]
-    if transposed:
-        pool = pool.transpose(2, 3).contiguous().transpose(2, 3)
+    pool = states(g, P, HV, V, K, state, strided, transposed)
     idx = None if rows is None else torch.as_tensor(rows)
-    has = None
-    if fresh:
-        has = torch.ones(B, dtype=torch.bool)
-        has[list(fresh)] = False
-        for n in fresh:
-            pool[int(idx[n])] = float("nan")  # must not be read
+    has = histories(B, fresh, idx, pool)
     if clear:
         gates[0] = float("-inf")
     extra = ()
@@ -167,20 +178,11 @@ def recurrent_seq(lengths, act, state, packed=True, H=2, HV=4, K=128, V=128, row
     q, k, v, gates, beta = tokens(g, B, T, H, HV, K, V, act)
     if clear:
         gates[0, 2] = float("-inf")
-    pool = (0.3 * torch.randn(12, HV, V, K, generator=g)).to(state)
-    if strided:
-        wide = torch.zeros(12, HV, V, K + 32).to(state)
-        wide[..., :K] = pool
-        pool = wide[..., :K]
+    pool = states(g, 12, HV, V, K, state, strided)
     cu = torch.tensor([0, *lengths]).cumsum(0).int() if packed else None
     idx = None if rows is None else torch.tensor(rows)
     acc = None if accepted is None else torch.tensor(accepted)
-    has = None
-    if fresh:
-        has = torch.ones(N, dtype=torch.bool)
-        has[list(fresh)] = False
-        for n in fresh:
-            pool[int(idx[n])] = float("nan")
+    has = histories(N, fresh, idx, pool)
     extra = ()
     op, oracle = ops.recurrent, reference.recurrent
     if raw:
@@ -277,10 +279,7 @@ def short_conv(act, pool, C, B=3, T=1, W=4, L=3, bias=True, weight=f32, leading=
     cu = torch.tensor([0, *lengths]).cumsum(0) if lengths else None
     idx = None if rows is None else torch.tensor(rows)
     acc = None if accepted is None else torch.tensor(accepted, dtype=torch.int32)
-    has = None
-    if fresh:
-        has = torch.ones(N, dtype=torch.bool)
-        has[list(fresh)] = False
+    has = histories(N, fresh)
     by_channel = torch.randn(6, C, L, generator=g).to(pool)
     by_column = by_channel.transpose(1, 2).contiguous().transpose(1, 2)
     tail = (idx, has, cu, acc, silu, leading)
@@ -462,20 +461,9 @@ def decode(act, state, B=3, H=2, HV=6, K=128, V=128, T=1, rows=None, fresh=(), b
     conv = torch.randn(P, C, L, generator=g).to(act)
     if by_column:
         conv = conv.transpose(1, 2).contiguous().transpose(1, 2)
-    pool = (0.3 * torch.randn(P, HV, V, K, generator=g)).to(state)
-    if strided:
-        wide = torch.zeros(P, HV, V, K + 32).to(state)
-        wide[..., :K] = pool
-        pool = wide[..., :K]
-    if transposed:
-        pool = pool.transpose(2, 3).contiguous().transpose(2, 3)
+    pool = states(g, P, HV, V, K, state, strided, transposed)
     idx = None if rows is None else torch.tensor(rows)
-    has = None
-    if fresh:
-        has = torch.ones(B, dtype=torch.bool)
-        has[list(fresh)] = False
-        for n in fresh:
-            pool[int(idx[n])] = float("nan")
+    has = histories(B, fresh, idx, pool)
     tail = (idx, has, None, None, None, l2norm, 1e-6, "silu", leading)
     y_ref, conv_ref, pool_ref = reference.decode(
         x, w, None, A_log, dt_bias, norm, conv, pool, H, K, *tail
