@@ -1031,8 +1031,7 @@ def test_decode_buffered_verifies_drafts(V, state_dtype, dtype, win_dtype):
 @pytest.mark.parametrize("state_dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("L", [3, 4])
 @pytest.mark.parametrize("V", [128, 136])
-def test_convolution_inside_and_apart_give_the_same_bits(V, L, state_dtype):
-    """Channels last: inside the kernels of the window. Columns last: a launch before them."""
+def test_layouts_of_histories_give_the_same_bits(V, L, state_dtype):
     H, HV, K, P, B, R = 2, 6, 128, 5, 4, 3
     index = torch.tensor([3, -1, 1, 4], dtype=torch.int32, device="cuda")
     fresh = torch.tensor([True, True, False, True], device="cuda")
