@@ -1,5 +1,6 @@
 #include "checks.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstdlib>
 #include <vector>
@@ -927,11 +928,11 @@ void check_conv_values(const char* op, const ConvArgs& c) {
     if (seq.row < 0) continue;
     TORCH_CHECK(seq.row < c.state.P, op, ": state_indices: expected rows below P = ", c.state.P,
                 " of conv_state, got ", seq.row, " for sequence ", n);
-    if (!c.seqs.num_accepted.ptr || c.W == 1 || seq.end == seq.start) continue;
-    const int64_t need = c.W - 2 + seq.end - seq.start;
-    TORCH_CHECK(c.state.L >= need && c.state.L >= c.W - 2 + seq.accepted, op,
-                ": conv_state: expected L >= ", need, " columns for ", seq.end - seq.start,
-                " tokens and ", seq.accepted, " accepted ones in sequence ", n, ", got ",
+    const int64_t tokens = seq.end - seq.start;
+    if (!c.seqs.num_accepted.ptr || c.W == 1 || tokens == 0) continue;
+    const int64_t need = c.W - 2 + std::max(tokens, seq.accepted);
+    TORCH_CHECK(c.state.L >= need, op, ": conv_state: expected L >= ", need, " columns for ",
+                tokens, " tokens and ", seq.accepted, " accepted ones in sequence ", n, ", got ",
                 c.state.L);
   }
 }

@@ -274,12 +274,17 @@ def test_raises_before_writing():
         (dict(state_indices=torch.tensor([0, 7])), "below P = 2"),
         (dict(num_accepted=torch.tensor([1, 1])), "conv_leading"),
         (dict(num_accepted=torch.tensor([1, 1]), conv_leading=True), "L >= W - 1 \\+ T - 1 = 5"),
+        (
+            dict(num_accepted=torch.tensor([1, 4]), conv_leading=True, L=5),
+            "L >= 6 columns for 3 tokens and 4 accepted ones in sequence 1, got 5",
+        ),
     ]
     for kw, message in cases:
-        pool = conv_pool(2, 8, 4)
+        L = kw.pop("L", 4)
+        pool = conv_pool(2, 8, L)
         with pytest.raises(RuntimeError, match=message):
             gdn_ops.short_conv(x, weight, None, pool, **kw)
-        assert torch.equal(pool, conv_pool(2, 8, 4))
+        assert torch.equal(pool, conv_pool(2, 8, L))
     with pytest.raises(RuntimeError, match="L >= W - 1 = 3"):
         gdn_ops.short_conv(x, weight, None, conv_pool(2, 8, 2))
     with pytest.raises(RuntimeError, match="W <= 8"):
