@@ -696,10 +696,11 @@ ConvArgs conv1d_args(const char* op, const at::Tensor& x, const at::Tensor& weig
   const int64_t N = count_sequences(op, cu_seqlens, x.size(0));
   c.seqs = sequences_of(op, x.size(0), x.size(1), N, {none, none, cu_seqlens, none}, x);
   c.state.L = state_len ? *state_len : initial_state ? initial_state->size(-1) : c.W - 1;
-  TORCH_CHECK(c.state.L >= c.W - 1, op, ": state_len: expected at least W - 1 = ", c.W - 1,
+  const char* columns = state_len ? "state_len" : "initial_state";
+  TORCH_CHECK(c.state.L >= c.W - 1, op, ": ", columns, ": expected at least W - 1 = ", c.W - 1,
               " columns, got ", c.state.L);
-  TORCH_CHECK(c.W > 1 || c.state.L == 0, op,
-              ": state_len: a convolution of width 1 keeps no state, expected 0, got ", c.state.L);
+  TORCH_CHECK(c.W > 1 || c.state.L == 0, op, ": ", columns,
+              ": a convolution of width 1 keeps no state, expected no columns, got ", c.state.L);
   if (initial_state) {
     check_size(op, "initial_state", *initial_state, 0, c.seqs.N, "N");
     check_size(op, "initial_state", *initial_state, 1, c.C, "C");

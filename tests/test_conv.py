@@ -285,6 +285,17 @@ def test_raises_before_writing():
         with pytest.raises(RuntimeError, match=message):
             gdn_ops.short_conv(x, weight, None, pool, **kw)
         assert torch.equal(pool, conv_pool(2, 8, L))
+    for width, given, message in (
+        (4, dict(initial_state=torch.zeros(2, 8, 2)), "initial_state: .* W - 1 = 3 columns, got 2"),
+        (4, dict(state_len=2), "state_len: expected at least W - 1 = 3 columns, got 2"),
+        (
+            1,
+            dict(initial_state=torch.zeros(2, 8, 1)),
+            "initial_state: .* expected no columns, got 1",
+        ),
+    ):
+        with pytest.raises(RuntimeError, match=f"conv1d: {message}"):
+            gdn_ops.conv1d(x, torch.randn(8, width), **given)
     with pytest.raises(RuntimeError, match="L >= W - 1 = 3"):
         gdn_ops.short_conv(x, weight, None, conv_pool(2, 8, 2))
     with pytest.raises(RuntimeError, match="W <= 8"):
