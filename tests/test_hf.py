@@ -958,6 +958,17 @@ def test_full_states_are_not_left_out_of_low_rank_ones():
         torch.testing.assert_close(have, want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("mode", layers.STATE_MODES)
+def test_a_cache_knows_whether_it_has_a_history(mode):
+    patched = gdn_ops.patch(tiny_model("qwen3_5"), state_mode=mode)
+    cache, layer = new_cache(patched), first_layer(patched)
+    for _ in range(2):
+        assert not cache.has_previous_state(0)
+        run_split(layer, cache, hidden(2, 6), [4, 1, 1])
+        assert cache.has_previous_state(0)
+        cache.reset()
+
+
 @needs["buffered"]
 @needs["lowrank"]
 def test_a_cache_that_was_reset_starts_in_another_mode():

@@ -524,6 +524,10 @@ class PatchedGatedDeltaNet:
                 )
             elif self.gdn_state_mode == "buffered" and not needs_grad:
                 self._gdn_empty_window(cache.layers[index], projected, mixer, self.gdn_window)
+            # The cache has a history if all of its states have, also after a reset.
+            history = cache.layers[index].has_previous_state
+            for slot in history:
+                history[slot] = True
         return y
 
     def _gdn_continue(self, projected: Tensor, mixer: layers.Mixer, layer: Any) -> Tensor:
@@ -567,7 +571,7 @@ class PatchedGatedDeltaNet:
             layer.is_recurrent_states_initialized[slot] = True
             layer.conv_states[slot] = None
             layer.is_conv_states_initialized[slot] = False
-            layer.has_previous_state[slot] = False
+            layer.has_previous_state[slot] = layer.has_previous_state[0]
             layer.conv_kernel_size[slot] = None
         layer.number_of_states = 1 + len(WINDOW_SLOTS)
 
