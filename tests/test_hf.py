@@ -836,11 +836,14 @@ def test_training_gives_the_gradients_of_transformers(storage_pair):
         assert (a.grad - b.grad).abs().max() <= 2e-3 * scale + 1e-7, name
 
 
-def test_an_optimiser_step_reaches_the_packed_projection(storage_pair):
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_optimiser_step_reaches_the_packed_projection(storage_pair, fused):
+    """Fused ones leave no trace at the weights."""
     plain, patched = (copy.deepcopy(m) for m in storage_pair)
     ids = tokens(2, 12)
     for model in (plain, patched):
-        optimiser = torch.optim.SGD(model.parameters(), lr=0.01)
+        optimiser = torch.optim.SGD(model.parameters(), lr=0.01, fused=fused)
+        model(ids)
         with torch.enable_grad():
             model(ids, labels=ids).loss.backward()
         optimiser.step()

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeGatedDeltaNet
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
@@ -44,6 +45,20 @@ def _announce(layer: str, reason: str) -> bool:
         _announced.add((layer, reason))
         warnings.warn(f"gdn_ops: {layer} runs the code of transformers: {reason}", stacklevel=2)
     return True
+
+
+_steps_taken = 0
+
+
+@torch.compiler.assume_constant_result
+def _count_step(*_: Any) -> bool:
+    global _steps_taken
+    _steps_taken += 1
+    return True
+
+
+# Fused optimisers write weights without a new version of them.
+register_optimizer_step_post_hook(_count_step)
 
 
 def _is_packable(linear: nn.Module, weight: Tensor) -> bool:
@@ -138,7 +153,8 @@ class PatchedGatedDeltaNet:
         if not self.gdn_reorders:
             start = self.gdn_packed.data_ptr()  # which another process has elsewhere
             return [(w.data_ptr() - start, 0) for w in weights]
-        return [(w.data_ptr(), 0 if w.is_inference() else w._version) for w in weights]
+        seen = [(w.data_ptr(), 0 if w.is_inference() else w._version) for w in weights]
+        return [*seen, (0, _steps_taken)]
 
     def gdn_refresh(self) -> None:
         """Bring the packed projection up to date with the parameters.
