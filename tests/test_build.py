@@ -49,7 +49,11 @@ def test_missing_library_says_how_to_build(tmp_path):
     done = run_copy(tmp_path, without_library, "-c", "import gdn_ops")
     assert done.returncode != 0
     assert "ImportError: gdn_ops: the native library is missing" in done.stderr
-    installed = any(any(Path(p, "gdn_ops").glob("_C*.so")) for p in sys.path)
+    paths = subprocess.run(  # not this process's, to which pytest and PYTHONPATH add the tree
+        [sys.executable, "-c", "import sys; print(*sys.path, sep='\\n')"], cwd=tmp_path,
+        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": ""}, check=True,
+    ).stdout.split("\n")  # fmt: skip
+    installed = any(any(Path(p, "gdn_ops").glob("_C*.so")) for p in paths if p)
     assert ("run Python elsewhere" if installed else _native.REBUILD) in done.stderr
 
 
