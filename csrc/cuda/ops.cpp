@@ -303,8 +303,9 @@ Tensor gated_rms_norm_op(const Tensor& x, const Tensor& gate, const Tensor& weig
 }
 
 // conv + gates, the recurrence, the gated norm: three launches that overlap where the device has
-// programmatic dependent launch. Three value heads read the conv columns of one q/k head, so the
-// pass that rolls those columns has to be a launch of its own.
+// programmatic dependent launch. The value heads of a key head read the same conv columns of q and
+// k, so the pass that rolls those columns has to be a launch of its own. A window's kernels may
+// take the norm on.
 Tensor run_decode(const char* op, const DecodeTensors& t, int64_t num_k_heads, int64_t head_k_dim,
                   const SeqTensors& seq, std::optional<double> scale, bool qk_l2norm, double eps,
                   const std::string& activation, bool conv_leading) {

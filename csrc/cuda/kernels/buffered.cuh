@@ -64,6 +64,7 @@ __host__ __device__ constexpr int record_floats(int R, int TG) {
   return (4 * TG + (R + TG) * TG * 2 + 3) / 4 * 4;
 }
 
+// In place of InnerProducts where prepare_window does their work.
 struct NoProducts {
   static constexpr bool kStaged = false;
 };
@@ -439,7 +440,8 @@ __global__ void __launch_bounds__(VB, MIN_BLOCKS)
   const int R = ALONE ? static_cast<int>(w.R) : ws.R;
   // The first blocks start while prepare_window runs. What runs with it writes neither base nor
   // indices (`early`), so they ask for the base before they wait for the plan; the others find the
-  // plan, and ask for all that depends on it first, as it would queue behind the base.
+  // plan, and ask for all that depends on it first, as it would queue behind the base. ALONE, where
+  // the kernel before may write them, they only fetch into L2 what the row as it is now would need.
   const auto wanted = [&](int64_t row, int tokens, bool fresh) {
     return row >= 0 && tokens > 0 && !fresh && !grid.flush;
   };

@@ -46,7 +46,8 @@ size_t chunk_workspace(const ChunkArgs& a);
 cudaError_t chunk(const ChunkArgs& a, void* workspace, cudaStream_t stream);
 
 // Gradients of the functional form. All states are contiguous float32.
-// Whether the kernels take it: 16 bits, K = 64 or 128, V a multiple of 64, contiguous K and V.
+// Whether the kernels take it: K = 64 or 128, V a multiple of 64, contiguous K and V of one dtype,
+// and few enough value heads a key head for shared memory.
 bool chunk_backward_can(const ChunkBackwardArgs& a);
 size_t chunk_backward_workspace(const ChunkBackwardArgs& a);
 cudaError_t chunk_backward(const ChunkBackwardArgs& a, void* workspace, cudaStream_t stream);
