@@ -16,13 +16,13 @@ from torch._subclasses import FakeTensor
 from torch.nn import functional as F
 
 from gdn_ops import windows
+from gdn_ops.windows import DTYPES, check_dtype
 
 __all__ = ["STATE_MODES", "GatedDeltaNet", "Heads", "Mixer", "States", "mix", "mix_functional"]
 
 STATE_MODES = ("full", "buffered", "lowrank")
 # Whether States has no window, and no state.
 _ABSENT = {"full": (True, False), "buffered": (False, False), "lowrank": (False, True)}
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 # Below this many tokens the recurrence reads the state less often than a chunk's set-up costs.
 CHUNK_FROM = 16
@@ -75,12 +75,6 @@ def check_window(window: int) -> None:
     """Refuse a window of more or fewer entries than the kernels take."""
     if not 1 <= window <= 64:
         raise ValueError(f"window: expected 1 to 64 entries, got {window}")
-
-
-def check_dtype(name: str, dtype: torch.dtype) -> None:
-    """Refuse a ``dtype`` that no op takes."""
-    if dtype not in DTYPES:
-        raise ValueError(f"{name}: expected float32, bfloat16 or float16, got {dtype}")
 
 
 @torch.compiler.assume_constant_result  # of one build
@@ -189,6 +183,8 @@ class States(NamedTuple):
         check_window(window)
         check_dtype("dtype", dtype)
         check_dtype("state_dtype", state_dtype)
+        kept = window_dtype or state_dtype
+        check_dtype("window_dtype", kept)
         _, HV, K, V = heads
         columns = conv_width - 1 + max(1, drafts)
         conv = torch.zeros(rows, heads.conv_dim, columns, dtype=dtype, device=device)
@@ -197,7 +193,6 @@ class States(NamedTuple):
             state = torch.zeros(rows, HV, V, K, dtype=state_dtype, device=device)
         if state_mode == "full":
             return States(conv, state)
-        kept = window_dtype or state_dtype
         entries = windows.allocate(
             rows, *heads, window, update_dtype=kept, key_dtype=kept, device=device
         )

@@ -25,6 +25,9 @@ __all__ = [
 ]
 
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # that the ops take
+
+
 class Window(NamedTuple):
     """The four tensors of a pool of windows, in the order in which every op takes them."""
 
@@ -72,7 +75,8 @@ def allocate(
             raise ValueError(f"allocate: expected {wanted}, got {size}")
     if H < 1 or HV < 1 or HV % H:
         raise ValueError(f"allocate: expected HV to be a multiple of H, got HV = {HV}, H = {H}")
-    _check_dtypes("allocate", update_dtype=update_dtype, key_dtype=key_dtype)
+    check_dtype("allocate: update_dtype", update_dtype)
+    check_dtype("allocate: key_dtype", key_dtype)
     return Window(
         torch.zeros(P, H, R, K, dtype=key_dtype, device=device),
         torch.zeros(P, HV, R, V, dtype=update_dtype, device=device),
@@ -81,12 +85,10 @@ def allocate(
     )
 
 
-def _check_dtypes(function: str, **dtypes: torch.dtype) -> None:
-    for name, dtype in dtypes.items():
-        if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise ValueError(
-                f"{function}: {name}: expected float32, bfloat16 or float16, got {dtype}"
-            )
+def check_dtype(name: str, dtype: torch.dtype) -> None:
+    """Refuse a ``dtype`` that no op takes."""
+    if dtype not in DTYPES:
+        raise ValueError(f"{name}: expected float32, bfloat16 or float16, got {dtype}")
 
 
 def counts(win_fill: Tensor) -> Counts:
@@ -248,7 +250,8 @@ def from_uv(
     if (slot < 0).any():
         raise ValueError(f"from_uv: slot: expected counts from 0 on, got {int(slot.min())}")
     key_dtype, update_dtype = key_dtype or UV.dtype, update_dtype or UV.dtype
-    _check_dtypes("from_uv", key_dtype=key_dtype, update_dtype=update_dtype)
+    check_dtype("from_uv: key_dtype", key_dtype)
+    check_dtype("from_uv: update_dtype", update_dtype)
     entries = UV.transpose(-1, -2)
     keys = entries[..., :K].reshape(N, H, HV // H, R, K)
     fill = slot.clamp(max=R)

@@ -231,6 +231,7 @@ def test_bad_arguments_are_named():
     for name, options in (
         ("dtype", {"dtype": torch.float64}),
         ("state_dtype", {"state_dtype": torch.float64}),
+        ("window_dtype", {"window_dtype": torch.float64, "state_mode": "buffered"}),
         ("drafts", {"drafts": -1}),
     ):
         with pytest.raises(ValueError, match=f"^{name}: expected"):
