@@ -47,7 +47,7 @@ def _announce(layer: str, reason: str) -> bool:
     return True
 
 
-_steps_taken = 0
+_steps_taken = 0  # by optimisers of torch in this process
 
 
 @torch.compiler.assume_constant_result
@@ -136,6 +136,7 @@ class PatchedGatedDeltaNet:
         return [getattr(self, name).weight for name in self.gdn_projections]
 
     def _gdn_adopt(self) -> None:
+        """Take the parameters there are for those that may be packed (:meth:`_gdn_pack`)."""
         self._gdn_known = [weakref.ref(w) for w in self._gdn_weights()]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -189,9 +190,9 @@ class PatchedGatedDeltaNet:
             return
         if self.gdn_packed is not None and self._gdn_packed_from == self._gdn_fingerprint(weights):
             return
+        kinds = {(w.dtype, w.device, w.is_inference()) for w in weights}
         shared = weights[0].is_cpu and all(w.is_shared() for w in weights)
         # A copy of weights that other processes write would go stale without a trace.
-        kinds = {(w.dtype, w.device, w.is_inference()) for w in weights}
         if len(kinds) > 1 or (shared and self.gdn_reorders):
             self.gdn_packed = None
             return
@@ -403,6 +404,8 @@ class PatchedGatedDeltaNet:
             None, None, None, None, True, eps,
         )  # fmt: skip
 
+    # --- eager decode steps that look only at what the last one was decided from
+
     def _gdn_places(self, tensors: list[Tensor]) -> list:
         """Changes when one of them moves or, where weights are copied, is written."""
         if not self.gdn_reorders:
@@ -495,6 +498,8 @@ class PatchedGatedDeltaNet:
         projected = layers.product(hidden_states, found[-1])
         y = self._gdn_decode(projected, layer, step.parameters, step.constants)
         return layers.product(y, found[len(self.gdn_projections)])
+
+    # --- what forward is made of
 
     def _gdn_start(
         self,
