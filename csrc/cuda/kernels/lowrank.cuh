@@ -1,6 +1,7 @@
-// The low-rank recurrence: no base state, only the last R rank-1 updates. The window is a ring once
-// it is full. A block owns rows of a value head, a thread each; it takes the inner products of keys
-// itself, as nothing larger hides the launch that could share them.
+// The low-rank recurrence (no base state, only the last R rank-1 updates) of calls that
+// lowrank_heads.cuh does not take: other dtypes and sizes, packed ones, more tokens. The window is
+// a ring once it is full. A block owns rows of a value head, a thread each; it takes the inner
+// products of keys itself, as nothing larger hides the launch that could share them.
 #pragma once
 
 #include "window.cuh"
