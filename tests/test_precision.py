@@ -16,14 +16,16 @@ STATES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 def test_errors_do_not_grow():
     with torch.no_grad():
         rows = _drift.rows(300, {"f32": torch.float32}, STATES, 0, lambda _: None)
-    assert len(rows) == 15
+    assert len(rows) == 5 + 2 * 7  # beside 16 bits, windows of both dtypes
     last = {(r["mode"], r["state"]): r["last"] for r in rows}
     for r in rows:
         assert r["last"] <= 3 * r["first"], r  # the first tokens find an empty state
         limit = 1e-6 if r["state"] == "f32" else 4 * torch.finfo(STATES[r["state"]]).eps
         assert 0 < r["last"] <= limit, r
     for state in ("bf16", "f16"):  # rounded R times less often
-        assert last["buffered R=16", state] < last["buffered R=8", state] < last["full", state]
+        for kept in ("", ", window as the state"):
+            few, many = (last[f"buffered R={R}{kept}", state] for R in (8, 16))
+            assert many < few < last["full", state]
 
 
 def test_a_drifting_op_is_reported(monkeypatch, capsys):
