@@ -8,6 +8,8 @@ from engines import HV, H, K, P, V, W, conv_pool, layer
 from torch import library
 from torch._inductor.utils import run_and_get_code
 
+import gdn_ops  # noqa: F401  loads the library
+
 
 def paged_calls(dtype):
     q, k, v, g, beta = make_qkv(3, 1, H, HV, K, V, dtype=dtype)
