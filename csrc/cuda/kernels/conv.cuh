@@ -113,6 +113,23 @@ struct GateOutputs {
   int64_t HV = 0;
 };
 
+// q or k of a head over `lanes` neighbouring threads, N channels each. The model rounds the
+// convolution before it normalises.
+template <class T, int N>
+__device__ __forceinline__ void normalise_head(float (&r)[N], int lanes) {
+  float sum = 0.f;
+#pragma unroll
+  for (int e = 0; e < N; e++) {
+    r[e] = to_float(from_float<T>(r[e]));
+    sum = __fmaf_rn(r[e], r[e], sum);
+  }
+  const unsigned mask = __activemask();
+  for (int m = lanes / 2; m; m >>= 1) sum += __shfl_xor_sync(mask, sum, m);
+  const float scale = rsqrtf(sum + kL2Eps);
+#pragma unroll
+  for (int e = 0; e < N; e++) r[e] *= scale;
+}
+
 // One token, W = 4, 16-bit x and state of the same type, eight channels a thread. TAPS: the L
 // columns of a channel are neighbours in memory ([P, C, L]); else the channels of a column are
 // ([P, L, C]). `norm_lanes` > 0: q and k leave normalised, that many threads share a head.
@@ -195,20 +212,7 @@ __global__ void __launch_bounds__(128)
   for (int i = 0; i < L; i++) {
     *reinterpret_cast<uint4*>(state + i * step) = Vec<T>::pack(h + 8 * i);
   }
-  if (norm_lanes > 0 && p < 2) {
-    // The model rounds the convolution before it normalises.
-    float sum = 0.f;
-#pragma unroll
-    for (int e = 0; e < 8; e++) {
-      r[e] = to_float(from_float<T>(r[e]));
-      sum = __fmaf_rn(r[e], r[e], sum);
-    }
-    const unsigned mask = __activemask();
-    for (int m = norm_lanes / 2; m; m >>= 1) sum += __shfl_xor_sync(mask, sum, m);
-    const float scale = rsqrtf(sum + kL2Eps);
-#pragma unroll
-    for (int e = 0; e < 8; e++) r[e] *= scale;
-  }
+  if (norm_lanes > 0 && p < 2) normalise_head<T>(r, norm_lanes);
   *reinterpret_cast<uint4*>(out) = Vec<T>::pack(r);
 }
 
@@ -326,20 +330,7 @@ __global__ void __launch_bounds__(128, 8)
         for (int j = 0; j + 1 < W - 1; j++) h[j][e] = h[j + 1][e];
         h[W - 2][e] = now[e];
       }
-      if (norm_lanes > 0 && p < 2) {
-        // The model rounds the convolution before it normalises.
-        float sum = 0.f;
-#pragma unroll
-        for (int e = 0; e < N; e++) {
-          r[e] = to_float(from_float<T>(r[e]));
-          sum = __fmaf_rn(r[e], r[e], sum);
-        }
-        const unsigned mask = __activemask();
-        for (int m = norm_lanes / 2; m; m >>= 1) sum += __shfl_xor_sync(mask, sum, m);
-        const float scale = rsqrtf(sum + kL2Eps);
-#pragma unroll
-        for (int e = 0; e < N; e++) r[e] *= scale;
-      }
+      if (norm_lanes > 0 && p < 2) normalise_head<T>(r, norm_lanes);
       store_floats<T, N>(out + i * y.st, r);
     }
   }

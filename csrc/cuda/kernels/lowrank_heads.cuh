@@ -5,6 +5,7 @@
 
 #include "kernels.h"
 #include "mma.cuh"
+#include "updates.cuh"
 #include "window.cuh"
 
 namespace gdn {
@@ -114,25 +115,6 @@ struct HeadTokens {
   }
 };
 
-// c += updates [16 rows x 16 entries] times the weights of a column, those of entries 2 * quad,
-// + 1, + 8, + 9.
-template <class WT>
-struct WeightColumn {
-  uint32_t low[2], high[2];
-  __device__ __forceinline__ explicit WeightColumn(const float (&w)[4]) {
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      uint32_t parts[2];
-      pack_parts<WT>(parts, w[2 * i], w[2 * i + 1]);
-      high[i] = parts[0];
-      low[i] = parts[1];
-    }
-  }
-  __device__ __forceinline__ void multiply(float (&c)[4], const uint32_t (&a)[4]) const {
-    mma_16x8x16<WT>(c, a, low[0], low[1]);
-    mma_16x8x16<WT>(c, a, high[0], high[1]);
-  }
-};
 // Weights may leave the range of f16: tf32 holds an update exactly, a weight in two parts.
 template <>
 struct WeightColumn<f16> {

@@ -7,6 +7,26 @@
 namespace gdn {
 namespace cuda {
 
+// c += updates [16 rows x 16 entries] times the weights of a column, those of entries 2 * quad,
+// + 1, + 8, + 9.
+template <class WT>
+struct WeightColumn {
+  uint32_t low[2], high[2];
+  __device__ __forceinline__ explicit WeightColumn(const float (&w)[4]) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      uint32_t parts[2];
+      pack_parts<WT>(parts, w[2 * i], w[2 * i + 1]);
+      high[i] = parts[0];
+      low[i] = parts[1];
+    }
+  }
+  __device__ __forceinline__ void multiply(float (&c)[4], const uint32_t (&a)[4]) const {
+    mma_16x8x16<WT>(c, a, low[0], low[1]);
+    mma_16x8x16<WT>(c, a, high[0], high[1]);
+  }
+};
+
 // A lane loads eight neighbouring rows of an entry at once. The four 8 x 8 matrices of a warp's 32
 // rows, transposed, are left operands whose rows stand in another order: place p of the products
 // is row row_at(p), and the other way round, as it exchanges two pairs of bits.
@@ -46,20 +66,12 @@ struct UpdateTile {
   // c += updates times the weights of a column, those of entries 2 * quad, + 1, + 8, + 9.
   __device__ __forceinline__ void multiply(float (&c)[2][4], const float (&weight)[4]) const {
     if constexpr (TypeOf<UT>::value == DType::bf16) {
-      uint32_t low[2], high[2];
-#pragma unroll
-      for (int i = 0; i < 2; i++) {
-        uint32_t parts[2];
-        pack_parts<bf16>(parts, weight[2 * i], weight[2 * i + 1]);
-        high[i] = parts[0];
-        low[i] = parts[1];
-      }
+      const WeightColumn<bf16> column(weight);
 #pragma unroll
       for (int m = 0; m < 2; m++) {
         uint32_t a[4];
         left(m, a);
-        mma_16x8x16<bf16>(c[m], a, low[0], low[1]);
-        mma_16x8x16<bf16>(c[m], a, high[0], high[1]);
+        column.multiply(c[m], a);
       }
     } else {
       // Weights may leave the range of f16. tf32 holds an update exactly, a weight in two parts.
