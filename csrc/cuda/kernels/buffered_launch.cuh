@@ -95,12 +95,6 @@ cudaError_t launch_buffered_k(const RecurrentArgs& a, const WindowCall& call, cu
              : launch_buffered_rows<ST, AT, KT, UT, K, rows, 4, fewer>(a, call, stream);
 }
 
-// Updates of 16 bits readable eight rows at a time.
-inline bool vector_updates(const RecurrentArgs& a) {
-  const Window& w = a.window;
-  return a.V % 8 == 0 && aligned(w.u, 16) && w.su_p % 8 == 0 && w.su_h % 8 == 0 && w.su_r % 8 == 0;
-}
-
 // Dtypes that have kernels of their own, in files of their own, for K = 128: base, activations,
 // window. The others find out as they go.
 template <class ST, class AT, class WT>

@@ -1,6 +1,6 @@
 #include "lowrank_heads.cuh"
 
-#include "buffered_launch.cuh"
+#include "append.cuh"
 #include "launch.h"
 #include "lowrank.h"
 #include "select.h"

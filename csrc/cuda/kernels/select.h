@@ -40,6 +40,12 @@ inline bool vector_entries(const Window& w) {
          w.su_h % 4 == 0 && w.su_r % 4 == 0;
 }
 
+// Updates of 16 bits readable eight rows at a time.
+inline bool vector_updates(const RecurrentArgs& a) {
+  const Window& w = a.window;
+  return a.V % 8 == 0 && aligned(w.u, 16) && w.su_p % 8 == 0 && w.su_h % 8 == 0 && w.su_r % 8 == 0;
+}
+
 // Grid limits: blockIdx.y carries sequences, at most this many a launch.
 constexpr int64_t kMaxGridY = 65535;
 
