@@ -50,11 +50,9 @@ def _announce(layer: str, reason: str) -> bool:
 _steps_taken = 0  # by optimisers of torch in this process
 
 
-@torch.compiler.assume_constant_result
-def _count_step(*_: Any) -> bool:
+def _count_step(*_: Any) -> None:
     global _steps_taken
     _steps_taken += 1
-    return True
 
 
 # Fused optimisers write weights without a new version of them.
