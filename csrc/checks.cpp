@@ -907,6 +907,7 @@ void check_window_values(const char* op, const Sequences& s, const Window& w, bo
                          int64_t most_tokens) {
   Sequences rows = s;
   rows.num_accepted = {};  // counts tokens of the call before, not columns of this one
+  rows.S = 0;              // only the first column is read, however many tokens there are
   check_values(op, rows, most_tokens);
   for (int64_t n = 0; n < s.N; ++n) {
     const Sequence seq = sequence_of(s, n, 0);

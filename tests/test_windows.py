@@ -335,6 +335,22 @@ def test_packed_sequences():
     assert_windows(w, w_ref)
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
+def test_rows_of_drafts_may_be_fewer_than_the_tokens(packed):
+    """Of [N, S] rows the first column counts, whatever the others hold and however many tokens."""
+    K, V, R, T = 5, 3, 4, 3
+    inputs = make_qkv(1 if packed else 2, 2 * T if packed else T, H, HV, K, V)
+    tail = (None, torch.tensor([0, T, 2 * T]) if packed else None)
+    rows = torch.tensor([[2, 900], [0, -1]])
+    pool, window = make_pool(3, HV, V, K), make_window([1, 0, 4], K, V, R)
+    results = []
+    for x in (rows, rows[:, 0]):
+        state, win, low = pool.clone(), copy(window), copy(window)
+        o = gdn_ops.recurrent_buffered(*inputs, state, *win, x, *tail)
+        results.append((o, state, gdn_ops.recurrent_lowrank(*inputs, *low, x, *tail)))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 @pytest.mark.parametrize("op", ["buffered", "lowrank"])
 def test_extreme_gates(op):
     """REPORTS F1, F2: vanished decay for a whole window, one -316, no decay at all, -inf."""
