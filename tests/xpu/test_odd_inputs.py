@@ -162,6 +162,35 @@ def test_views_of_windows(device, g):
         agree(device, ops.recurrent_lowrank, *x, *wide, *tail)
 
 
+def test_a_ring_that_came_round_and_lost_drafts(device, g):
+    """Fewer live entries than R that do not begin in slot 0; what the others hold is dead."""
+    P, H, HV, K, V, R = 4, 1, 2, 64, 32, 8
+    x = tokens(g, P, 1, H, HV, K, V)
+    for layout in ("rows", "slots first"):
+        win = window(g, P, H, HV, K, V, R)
+        live = [(5, 2, 2), (7, 1, 4), (3, 0, 7), (8, 7, 3)]  # fill, drafts, slot of the oldest
+        win[3] = torch.tensor([f | d << 8 | h << 16 for f, d, h in live], dtype=torch.int32)
+        for p, (fill, _, head) in enumerate(live):
+            for slot in {*range(R)} - {(head + i) % R for i in range(fill)}:
+                for entries in win[:3]:
+                    entries[p, :, slot] = torch.nan
+        if layout != "rows":
+            win[:3] = [y.transpose(0, 2).contiguous().transpose(0, 2) for y in win[:3]]
+        for accepted in (None, torch.tensor([1, 2, 1, 3])):
+            tail = (None, None, None, accepted, None, True)
+            agree(device, ops.recurrent_lowrank, *x, *win, *tail)
+
+
+def test_a_core_that_passes_sequences_without_tokens(device, g):
+    """It reads what describes each into the same bytes, so a read ends before the next transfer."""
+    N = 900  # of one head and one row: more than there are cores
+    lengths = torch.arange(N) % 3 % 2
+    cu = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    x = tokens(g, 1, int(cu[-1]), 1, 1, 6, 1)
+    pool = torch.randn(N, 1, 1, 6, generator=g)
+    agree(device, ops.recurrent, *x, pool, None, torch.arange(N) % 2 == 0, cu)
+
+
 @pytest.mark.parametrize(
     "shape", [(0, 1, 8, 4), (2, 0, 8, 4), (1, 1, 1, 1), (3, 2, 33, 2)], ids=str
 )
@@ -180,6 +209,18 @@ def test_views_of_a_convolution(device, g):
     bias = torch.randn(32, generator=g)[::2]
     for x, weight in itertools.product(xs, (w[:, :4], w[:, ::2], w[:, :4].T.contiguous().T)):
         agree(device, ops.short_conv, x, weight, bias, pool)
+
+
+@pytest.mark.parametrize("L", [1, 3, 5])
+@pytest.mark.parametrize("leading", [False, True])
+def test_histories_a_gap_apart(device, g, L, leading):
+    """An odd number of 16-bit columns, each channel a transfer of its own."""
+    x, w = torch.randn(3, 2, 70, generator=g), torch.randn(70, 2, generator=g)
+    pool = torch.randn(4, 70, 9, generator=g).to(bf16)[..., 2 : 2 + L]
+    rows, has = torch.tensor([2, -1, 3]), torch.tensor([True, True, False])
+    accepted = torch.tensor([2, 1, 1]) if leading and L > 1 else None
+    for state in (pool, pool.half()):
+        agree(device, ops.short_conv, x, w, None, state, rows, has, None, accepted, "silu", leading)
 
 
 @pytest.mark.parametrize("shape", [(0, 64), (1, 1), (3, 0, 64), (2, 3, 100), (4, 256)], ids=str)

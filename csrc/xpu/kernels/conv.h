@@ -157,30 +157,39 @@ struct ConvUnit {
       for (int j = 0; j < p.W - 1; ++j)
         for (int c = 0; c < n; ++c)
           lm_put(win, j * kConvBlock + h + c,
-                 get_element(staging, p.pool_dtype, c * p.L + first + j));
+                 get_element(staging, p.pool_dtype, c * pitch(p) + first + j));
       XPU_FENCE(XPU_LM_ONLY);
     }
+  }
+
+  // Elements from a staged channel to the next: L, or, where each is a transfer of its own, up to
+  // the next of the 4 bytes that local addresses are multiples of.
+  __device__ inline int pitch(const P& p) const {
+    const int eb = element_bytes(p.pool_dtype);
+    return p.s_c == p.L ? p.L : (p.L * eb + 3) / 4 * 4 / eb;
   }
 
   // n channels of all L columns into staging.
   __device__ inline void load_columns(const P& p, int64_t row, int channel, int n) {
     const int bytes = p.L * element_bytes(p.pool_dtype);
+    const int step = pitch(p) * element_bytes(p.pool_dtype);
     if (p.s_c == p.L) {
       XPU_LOAD(pool_at(p, row, channel, 0), staging, n * bytes);
     } else {
       for (int c = 0; c < n; ++c)
-        XPU_LOAD(pool_at(p, row, channel + c, 0), staging + c * bytes, bytes);
+        XPU_LOAD(pool_at(p, row, channel + c, 0), staging + c * step, bytes);
     }
     XPU_FENCE(XPU_LM_GM);
   }
   __device__ inline void store_columns(const P& p, int64_t row, int channel, int n) {
     const int bytes = p.L * element_bytes(p.pool_dtype);
+    const int step = pitch(p) * element_bytes(p.pool_dtype);
     XPU_FENCE(XPU_LM_ONLY);
     if (p.s_c == p.L) {
       XPU_STORE(staging, pool_at(p, row, channel, 0), n * bytes);
     } else {
       for (int c = 0; c < n; ++c)
-        XPU_STORE(staging + c * bytes, pool_at(p, row, channel + c, 0), bytes);
+        XPU_STORE(staging + c * step, pool_at(p, row, channel + c, 0), bytes);
     }
     XPU_FENCE(XPU_LM_GM);
   }
@@ -217,7 +226,8 @@ struct ConvUnit {
 
   // Sets column l of n staged channels (contiguous columns) from a float32 row.
   __device__ inline void put_column(const P& p, int n, int l, lm_ptr<float> from) {
-    for (int c = 0; c < n; ++c) put_element(staging, p.pool_dtype, c * p.L + l, lm_get(from, c));
+    for (int c = 0; c < n; ++c)
+      put_element(staging, p.pool_dtype, c * pitch(p) + l, lm_get(from, c));
   }
 
   // Leaves the pool as docs/ops/conv.md says; `total` tokens were given. Before the tokens of a
@@ -266,15 +276,15 @@ struct ConvUnit {
     for (int h = 0; h < b.width; h += kConvHalf) {
       const int n = min_int(kConvHalf, b.width - h);
       if (s.fresh) {
-        zero_fill(staging, padded_bytes(n * p.L, p.pool_dtype));
+        zero_fill(staging, padded_bytes(n * pitch(p), p.pool_dtype));
         XPU_FENCE(XPU_LM_ONLY);
       } else {
         load_columns(p, s.row, b.channel + h, n);
       }
       for (int l = 0; l + T < p.L; ++l)
         for (int c = 0; c < n; ++c)
-          put_element(staging, p.pool_dtype, c * p.L + l,
-                      get_element(staging, p.pool_dtype, c * p.L + l + T));
+          put_element(staging, p.pool_dtype, c * pitch(p) + l,
+                      get_element(staging, p.pool_dtype, c * pitch(p) + l + T));
       for (int l = T < p.L ? p.L - T : 0; l < p.L; ++l) {
         load_token(p, s, b, l + T - p.L, y);
         put_column(p, n, l, y + h);
