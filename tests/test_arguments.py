@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gdn_ops
-from gdn_ops import windows
+from gdn_ops import reference, windows
 
 H, HV, K, V, W, R, T, P = 2, 6, 8, 4, 4, 5, 3, 7
 C = 2 * H * K + HV * V
@@ -143,6 +143,18 @@ def test_ops_that_write_refuse_what_they_cannot_take():
         if not torch._C._dispatch_has_kernel_for_dispatch_key(s.name, "Negative")
     ]
     assert not missing, f"not in kOps of csrc/in_place.cpp: {missing}"
+
+
+def test_every_op_has_an_oracle_and_every_kernel_a_builder():
+    """Steps of CONTRIBUTING.md that nothing else would miss: gdn_ops/reference.py, and the driver
+    of the sanitizers, which calls each function of the CPU's table."""
+    root = Path(__file__).resolve().parent.parent
+    assert set(OPS) <= set(reference.__all__)
+    table = (root / "csrc" / "cpu" / "table.h").read_text()
+    kernels = set(re.findall(r"\(\*(\w+)\)\([^)]*const Parallel&\)", table))
+    driver = (root / "tests" / "native" / "driver.cpp").read_text()
+    builders = set(re.findall(r'^    \{"(\w+)", build_\w+\},$', driver, re.M))
+    assert len(kernels) >= 14 and kernels == builders
 
 
 def resized(x: Tensor, dim: int, by: int) -> Tensor:
