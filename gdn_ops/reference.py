@@ -70,6 +70,18 @@ def _row(state_indices: Tensor | None, n: int, column: int = 0) -> int:
     return int(state_indices[n] if state_indices.dim() == 1 else state_indices[n, column])
 
 
+def _padding(
+    B: int, T: int, state_indices: Tensor | None, cu_seqlens: Tensor | None,
+    num_accepted: Tensor | None,
+) -> list[tuple[int, slice]]:  # fmt: skip
+    """``(batch row, tokens)`` of each sequence that is padding."""
+    return [
+        (b, slice(start, end))
+        for n, (b, start, end) in enumerate(sequence_slices(B, T, cu_seqlens))
+        if _row(state_indices, n) < 0 or (num_accepted is not None and int(num_accepted[n]) < 1)
+    ]
+
+
 def recurrent(
     q: Tensor,
     k: Tensor,
@@ -271,11 +283,9 @@ def conv_gating(
     if qk_l2norm:
         q, k = l2norm(q), l2norm(k)
     g, beta = gating(a, b, A_log, dt_bias, dtype=dtype)
-    for n, (row, start, end) in enumerate(sequence_slices(B, T, cu_seqlens)):
-        padded = _row(state_indices, n) < 0
-        if padded or (num_accepted is not None and int(num_accepted[n]) < 1):
-            g[row, start:end] = 0
-            beta[row, start:end] = 0
+    for row, tokens in _padding(B, T, state_indices, cu_seqlens, num_accepted):
+        g[row, tokens] = 0
+        beta[row, tokens] = 0
     return q, k, v, g, beta, pool
 
 
@@ -321,7 +331,10 @@ def _decode_front(
         state_indices, has_initial_state, cu_seqlens, num_accepted, qk_l2norm, activation,
         conv_leading, dtype=dtype,
     )  # fmt: skip
-    return tokens, z.unflatten(-1, (HV, V)), conv_pool
+    z = z.unflatten(-1, (HV, V)).clone()
+    for row, padded in _padding(*z.shape[:2], state_indices, cu_seqlens, num_accepted):
+        z[row, padded] = 0  # whatever its tokens hold
+    return tokens, z, conv_pool
 
 
 def decode(

@@ -92,6 +92,19 @@ def test_packed_equals_batch():
     assert_close("state", state, state_ref, slack=2)
 
 
+def test_padding_is_zero_whatever_its_tokens_hold():
+    """In the oracle too, whose zeros once met the gate of the norm."""
+    layer = make_layer(3, 2, H, HV, K, V)
+    layer["projected"][1:] = torch.nan
+    kw = {
+        "state_indices": torch.tensor([[2, 3], [-1, -1], [0, 1]]),
+        "num_accepted": torch.tensor([1, 1, 0]), "conv_leading": True,
+    }  # fmt: skip
+    y, (y_ref, _, _) = run(layer, conv_pool(4, C, 4), make_pool(4, HV, V, K), **kw)
+    assert_close("y", y, y_ref, slack=8)
+    assert not y[1:].any()
+
+
 def test_raises_before_writing():
     layer = make_layer(2, 1, H, HV, K, V)
     for change, message in (
