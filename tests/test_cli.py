@@ -122,6 +122,16 @@ def test_unfit_arguments_are_refused_before_anything_runs(
     assert says in refused(capsys, *args.split())
 
 
+@pytest.mark.parametrize(
+    "args", ["verify gating --dtype", "verify gating --precision", "bench recurrent --batch",
+             "bench recurrent --state", "explore --windows", "explore --heads"],
+)  # fmt: skip
+def test_an_empty_list_is_not_the_default(capsys, monkeypatch, args):
+    """As a shell makes one of a variable that is not set."""
+    monkeypatch.setattr(bench, "machine", lambda: pytest.fail("it ran"))
+    assert "got ''" in refused(capsys, *args.split(), "")
+
+
 def test_a_result_that_cannot_be_written_says_so(capsys, monkeypatch, tmp_path):
     """And leaves what was there before, and nothing beside it."""
     path = tmp_path / "x.json"

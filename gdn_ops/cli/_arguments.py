@@ -87,8 +87,8 @@ def device(name: str) -> torch.device:
 
 
 def items(text: str | None, what: str, convert: Callable[[str], Any]) -> tuple:
-    """The items of a list with commas; of nothing, none."""
-    if not text:
+    """The items of a list with commas; none where no list was given."""
+    if text is None:
         return ()
     try:
         return tuple(convert(item.strip()) for item in text.split(","))
