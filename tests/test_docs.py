@@ -3,7 +3,10 @@ Python runs as it is printed."""
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -141,6 +144,27 @@ def test_hugging_face_page_runs():
         run("docs/huggingface.md", model=tiny_model("qwen3_5", head_dim=16))
     finally:
         gdn_ops.unregister_transformers()
+
+
+def test_distributed_page_runs():
+    """With one process, not two, in a process of its own: a group stays with whoever makes it."""
+    pytest.importorskip("transformers")
+    text = re.findall(r"```python\n(.*?)```", (ROOT / "docs/distributed.md").read_text(), re.S)[0]
+    assert text.count("(2,)") == 1
+    script = (
+        "from gdn_ops.hf.tiny import tiny_model\nmodel = tiny_model('qwen3_5', head_dim=16)\n"
+        + text.replace("(2,)", "(1,)")
+        + "assert 'gdn_ops (full)' in gdn_ops.active(model).values()\n"
+        + "torch.distributed.destroy_process_group()\n"
+    )
+    path = os.pathsep.join([str(Path(gdn_ops.__file__).parent.parent), *sys.path])
+    group = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, **group, "PYTHONPATH": path},
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
 
 
 def test_export_page_runs(tmp_path, monkeypatch):
