@@ -762,6 +762,15 @@ def test_patch_refuses():
         tiny_config("qwen2")
 
 
+def test_a_transformers_without_models_for_this_torch_is_refused(monkeypatch):
+    """What is newer than torch allows goes on as if torch were not there, and fails somewhere."""
+    from gdn_ops.hf.compat import check_version
+
+    monkeypatch.setattr(transformers.utils, "is_torch_available", lambda: False)
+    with pytest.raises(ImportError, match=r"does not take torch .*'transformers==5.17.0'"):
+        check_version()
+
+
 def test_a_model_is_patched_whole_or_not_at_all(monkeypatch):
     """A layer on a device without the ops may come after others."""
     model = tiny_model("qwen3_5")

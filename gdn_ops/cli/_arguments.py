@@ -134,3 +134,13 @@ def dtype(text: str) -> str:
     if text not in DTYPES:
         raise ValueError(f"expected some of {', '.join(DTYPES)}, got {text!r}")
     return text
+
+
+def need_transformers(what: str) -> None:
+    """In a line, why there is none that gdn_ops.hf takes."""
+    try:
+        import gdn_ops.hf  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise UsageError(f"{what} needs transformers: pip install 'transformers>=5.17'") from error
+    except ImportError as error:
+        raise UsageError(str(error)) from error

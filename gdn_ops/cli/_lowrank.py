@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import gdn_ops
 from gdn_ops import windows
+from gdn_ops.cli._arguments import need_transformers
 from gdn_ops.cli._output import UsageError
 from gdn_ops.nn import CHUNK_FROM
 
@@ -60,12 +61,8 @@ class Prefills(TorchDispatchMode):
 
 def _model(path: str | None, seed: int):
     """The model and a tokenizer or None; ``path`` None: a small random one."""
-    try:
-        from gdn_ops.hf.tiny import tiny_model
-    except ImportError as error:
-        raise UsageError(
-            "--lowrank needs transformers: pip install 'transformers>=5.17'"
-        ) from error
+    need_transformers("--lowrank")
+    from gdn_ops.hf.tiny import tiny_model
 
     if path is None:
         return tiny_model("qwen3_5", seed=seed), None

@@ -16,7 +16,7 @@ import torch
 
 from gdn_ops.cli import _arguments
 from gdn_ops.cli._arguments import SEED, whole
-from gdn_ops.cli._output import Output, UsageError
+from gdn_ops.cli._output import Output
 
 HELP = "a tiny Qwen3.5 decodes with our ops and with its own fallback"
 HEADS = (16, 48)  # of Qwen3.5-27B: key heads, value heads; K = V = 128
@@ -221,10 +221,9 @@ def layer_part(args: argparse.Namespace, out: Output, status, dtype: torch.dtype
 
 
 def run(args: argparse.Namespace, out: Output) -> tuple[int, dict]:
-    try:
-        from transformers.utils import logging
-    except ImportError as error:
-        raise UsageError("the demo needs transformers: pip install 'transformers>=5.17'") from error
+    _arguments.need_transformers("the demo")
+    from transformers.utils import logging
+
     from gdn_ops import bench
 
     _arguments.device(args.device)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import warnings
 
+import torch
 import transformers
 from packaging.version import Version
 
@@ -18,12 +19,18 @@ TESTED = ("5.17.0", "5.24.0")
 
 
 def check_version() -> None:
-    """Refuse a transformers that is too old; say so once if it is newer than any tested one."""
+    """Refuse a transformers that is too old, or too new for this torch; say so once if it is newer
+    than any tested one."""
     found = Version(transformers.__version__)
     if found < Version(OLDEST):
         raise ImportError(
             f"gdn_ops.hf: expected transformers >= {OLDEST}, got {transformers.__version__}. "
             f"Install it with: pip install 'transformers>={OLDEST}'"
+        )
+    if not transformers.utils.is_torch_available():  # it goes on without, and lacks its models
+        raise ImportError(
+            f"gdn_ops.hf: transformers {transformers.__version__} does not take torch "
+            f"{torch.__version__}. With torch 2.5: pip install 'transformers=={OLDEST}'"
         )
     if (found.major, found.minor) > (Version(TESTED[-1]).major, Version(TESTED[-1]).minor):
         warnings.warn(
