@@ -12,15 +12,21 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
-from torch.nn import functional as F
 
 from gdn_ops import windows
-from gdn_ops.windows import DTYPES, check_dtype
+from gdn_ops._limits import (
+    DECODE_TOKENS,
+    MAX_CONV_WIDTH,
+    MAX_HEAD_DIM,
+    check_dtype,
+    check_range,
+    check_window,
+)
+from gdn_ops._modules import keep_address, local, project
+from gdn_ops._support import STATE_MODES, check_mode, missing, prefills_in_chunks, trainable
 
 __all__ = ["STATE_MODES", "GatedDeltaNet", "Heads", "Mixer", "States", "mix", "mix_functional"]
 
-STATE_MODES = ("full", "buffered", "lowrank")
 # Whether States has no window, and no state.
 _ABSENT = {"full": (True, False), "buffered": (False, False), "lowrank": (False, True)}
 
@@ -28,71 +34,6 @@ _ABSENT = {"full": (True, False), "buffered": (False, False), "lowrank": (False,
 CHUNK_FROM = 16
 
 _ops = torch.ops.gdn
-
-
-def _devices_with(op: str, *, autograd: bool = False) -> frozenset[str]:
-    """Device types for which the library that is loaded has a kernel of ``op``, and "meta": every
-    op has a fake."""
-    has = torch._C._dispatch_has_kernel_for_dispatch_key
-    name = f"gdn::{op}"
-    if autograd and not any(has(name, key) for key in ("Autograd", "AutogradCPU", "AutogradCUDA")):
-        return frozenset()
-    keys = {"CPU": "cpu", "CUDA": "cuda", "PrivateUse1": torch._C._get_privateuse1_backend_name()}
-    return frozenset(device for key, device in keys.items() if has(name, key)) | {"meta"}
-
-
-# Looked up once, so that torch.compile sees constants.
-_KERNELS = {
-    op: _devices_with(op)
-    for op in (
-        "conv_gating", "recurrent", "gated_rms_norm", "decode", "chunk_prefill", "decode_buffered",
-        "window_flush", "decode_lowrank", "chunk_lowrank",
-    )
-}  # fmt: skip
-_NEEDS = {
-    "full": ("conv_gating", "recurrent", "gated_rms_norm", "decode"),
-    "buffered": ("conv_gating", "recurrent", "gated_rms_norm", "decode_buffered", "window_flush"),
-    "lowrank": ("conv_gating", "gated_rms_norm", "decode_lowrank", "chunk_lowrank"),
-}
-_TRAINABLE = frozenset.intersection(
-    *(_devices_with(op, autograd=True) for op in ("conv1d", "gating", "chunk", "gated_rms_norm"))
-)
-
-
-def _check(name: str, value: int, least: int, most: int | None = None) -> None:
-    if value < least or (most is not None and value > most):
-        wanted = f"at least {least}" if most is None else f"{least} to {most}"
-        raise ValueError(f"{name}: expected {wanted}, got {value}")
-
-
-def check_mode(state_mode: str) -> None:
-    """Refuse a ``state_mode`` that does not exist."""
-    if state_mode not in STATE_MODES:
-        raise ValueError(f"state_mode: expected one of {STATE_MODES}, got {state_mode!r}")
-
-
-def check_window(window: int) -> None:
-    """Refuse a window of more or fewer entries than the kernels take."""
-    if not 1 <= window <= 64:
-        raise ValueError(f"window: expected 1 to 64 entries, got {window}")
-
-
-@torch.compiler.assume_constant_result  # of one build
-def missing(state_mode: str, device_type: str) -> str | None:
-    """Why ``state_mode`` cannot run on this kind of device, or None."""
-    check_mode(state_mode)
-    absent = [op for op in _NEEDS[state_mode] if device_type not in _KERNELS[op]]
-    if absent:
-        return (
-            f"state_mode {state_mode!r} needs gdn::{', gdn::'.join(absent)} on {device_type}, "
-            "which this build does not have"
-        )
-    return None
-
-
-def trainable(device_type: str) -> bool:
-    """Whether every op of :func:`mix_functional` has a backward on this kind of device."""
-    return device_type in _TRAINABLE
 
 
 class Heads(NamedTuple):
@@ -177,8 +118,8 @@ class States(NamedTuple):
             ValueError: another state_mode, a window outside 1 to 64, fewer than no rows or drafts,
                 a dtype other than float32, bfloat16 and float16.
         """
-        _check("rows", rows, 0)
-        _check("drafts", drafts, 0)
+        check_range("rows", rows, 0)
+        check_range("drafts", drafts, 0)
         check_mode(state_mode)
         check_window(window)
         check_dtype("dtype", dtype)
@@ -197,82 +138,6 @@ class States(NamedTuple):
             rows, *heads, window, update_dtype=kept, key_dtype=kept, device=device
         )
         return States(conv, state, *entries)
-
-
-def local(parameter: Tensor | None) -> Tensor | None:
-    """This rank's part of a parameter that is a DTensor (:mod:`gdn_ops.distributed`).
-
-    Ranks hold different heads, so the gradient of a replicated parameter is the sum over them.
-    """
-    if type(parameter) is nn.Parameter or not hasattr(parameter, "to_local"):
-        return parameter
-    from torch.distributed.tensor import Partial, Replicate
-
-    placements = parameter.placements
-    grads = [Partial() if isinstance(p, Replicate) else p for p in placements]
-    # Going from a placement to itself moves nothing; going back, it reduces the gradient.
-    return parameter.redistribute(placements=placements).to_local(grad_placements=grads)
-
-
-def keep_address(*tensors: Tensor | None) -> None:
-    """Tell torch.compile that these tensors stay where they are.
-
-    With ``mode="reduce-overhead"`` CUDA graphs are made only of code that writes no other inputs.
-    One that is replaced nevertheless costs a capture anew, nothing else.
-    """
-    for tensor in tensors:
-        if tensor is not None and tensor.is_cuda and not torch.compiler.is_compiling():
-            torch._dynamo.mark_static_address(tensor, guard=False)
-
-
-@torch.compiler.assume_constant_result  # torch.compile does not guard hooks
-def has_global_hooks() -> bool:
-    """Whether calling any module runs something beside its ``forward``."""
-    every = nn.modules.module  # torch's own `_has_any_global_hook` came after 2.5
-    hooks = (
-        every._global_forward_hooks, every._global_forward_pre_hooks,
-        every._global_backward_hooks, every._global_backward_pre_hooks,
-    )  # fmt: skip
-    return any(hooks)
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Whether calling ``module`` runs anything beside its ``forward``."""
-    hooks = (
-        module._forward_hooks, module._forward_pre_hooks, module._backward_hooks,
-        module._backward_pre_hooks,
-    )  # fmt: skip
-    return any(hooks) or has_global_hooks()
-
-
-def has_own_forward(module: nn.Module) -> bool:
-    """Whether the ``forward`` of ``module`` is another than that of its class."""
-    if "forward" not in module.__dict__:
-        return False
-    # A wrapper that was taken off again leaves the class's own behind.
-    return getattr(module.forward, "__func__", None) is not type(module).forward
-
-
-def is_plain(linear: nn.Module) -> bool:
-    """Whether calling ``linear`` is nothing but a product with its weight."""
-    if type(linear) is not nn.Linear or has_own_forward(linear) or has_hooks(linear):
-        return False
-    # torch.export traces with a parameter's fake.
-    return linear.bias is None and type(linear.weight) in (nn.Parameter, FakeTensor)
-
-
-def product(x: Tensor, weight: Tensor) -> Tensor:
-    """``x @ weight.T``, by :func:`gdn_ops.linear` where that has a kernel of its own."""
-    if not (x.is_cpu and x.dtype in DTYPES and weight.dtype == x.dtype):
-        return F.linear(x, weight)
-    if torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") != x.dtype:
-        return F.linear(x, weight)  # after a conversion
-    return _ops.linear.default(x, weight)
-
-
-def project(linear: nn.Module, x: Tensor) -> Tensor:
-    """``linear(x)``, as a :func:`product` where it is nothing else."""
-    return product(x, linear.weight) if x.is_cpu and is_plain(linear) else linear(x)
 
 
 def window_of(states: States) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -372,7 +237,7 @@ def mix(
                 n = projected.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
                 rows = torch.arange(n, device=projected.device)
             _ops.window_flush.default(states.state, *window_of(states), rows)
-        if projected.shape[1] >= CHUNK_FROM and projected.device.type in _KERNELS["chunk_prefill"]:
+        if projected.shape[1] >= CHUNK_FROM and prefills_in_chunks(projected.device.type):
             o = _ops.chunk_prefill.default(
                 q, k, v, g, beta, states.state, state_indices, state_indices, has_initial_state,
                 cu_seqlens, None, None, True,
@@ -468,20 +333,21 @@ class GatedDeltaNet(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        _check("hidden_size", hidden_size, 1)
-        _check("num_k_heads", num_k_heads, 1)
-        _check("num_v_heads", num_v_heads, 1)
+        check_range("hidden_size", hidden_size, 1)
+        check_range("num_k_heads", num_k_heads, 1)
+        check_range("num_v_heads", num_v_heads, 1)
         if num_v_heads % num_k_heads:
             raise ValueError(
                 f"num_v_heads: expected a multiple of num_k_heads = {num_k_heads}, "
                 f"got {num_v_heads}"
             )
-        _check("head_k_dim", head_k_dim, 1, 512)
-        _check("head_v_dim", head_v_dim, 1, 512)
-        _check("conv_kernel_size", conv_kernel_size, 1, 8)
+        check_range("head_k_dim", head_k_dim, 1, MAX_HEAD_DIM)
+        check_range("head_v_dim", head_v_dim, 1, MAX_HEAD_DIM)
+        check_range("conv_kernel_size", conv_kernel_size, 1, MAX_CONV_WIDTH)
         check_mode(state_mode)
         check_window(window)
-        _check("drafts", drafts, 0, min(15, window - 1) if state_mode == "buffered" else 15)
+        most = DECODE_TOKENS if state_mode != "buffered" else min(DECODE_TOKENS, window)
+        check_range("drafts", drafts, 0, most - 1)
         check_dtype("dtype", dtype or torch.get_default_dtype())
         self.heads = Heads(num_k_heads, num_v_heads, head_k_dim, head_v_dim)
         self.hidden_size = hidden_size

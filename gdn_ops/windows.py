@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gdn_ops._limits import MAX_HEAD_DIM, MAX_WINDOW, check_dtype, check_range
+
 __all__ = [
     "Counts",
     "Window",
@@ -23,9 +25,6 @@ __all__ = [
     "to_fla_state",
     "to_uv",
 ]
-
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # that the ops take
 
 
 class Window(NamedTuple):
@@ -67,12 +66,10 @@ def allocate(
     Raises:
         ValueError: a size, HV / H or a dtype is not as above.
     """
-    for name, size, least, most in (
-        ("P", P, 0, None), ("R", R, 1, 64), ("K", K, 1, 512), ("V", V, 1, 512)
-    ):  # fmt: skip
-        if size < least or (most is not None and size > most):
-            wanted = f"{least} <= {name}" + (f" <= {most}" if most else "")
-            raise ValueError(f"allocate: expected {wanted}, got {size}")
+    check_range("allocate: P", P, 0)
+    check_range("allocate: R", R, 1, MAX_WINDOW)
+    check_range("allocate: K", K, 1, MAX_HEAD_DIM)
+    check_range("allocate: V", V, 1, MAX_HEAD_DIM)
     if H < 1 or HV < 1 or HV % H:
         raise ValueError(f"allocate: expected HV to be a multiple of H, got HV = {HV}, H = {H}")
     check_dtype("allocate: update_dtype", update_dtype)
@@ -83,12 +80,6 @@ def allocate(
         torch.zeros(P, HV, R, dtype=torch.float32, device=device),
         torch.zeros(P, dtype=torch.int32, device=device),
     )
-
-
-def check_dtype(name: str, dtype: torch.dtype) -> None:
-    """Refuse a ``dtype`` that no op takes."""
-    if dtype not in DTYPES:
-        raise ValueError(f"{name}: expected float32, bfloat16 or float16, got {dtype}")
 
 
 def counts(win_fill: Tensor) -> Counts:
@@ -234,10 +225,10 @@ def from_uv(
             different keys (a state that was projected, not accumulated): such a state has no
             window.
     """
-    if UV.dim() != 4 or not 1 <= UV.shape[-1] <= 64 or not 1 <= K < UV.shape[2]:
+    if UV.dim() != 4 or not 1 <= UV.shape[-1] <= MAX_WINDOW or not 1 <= K < UV.shape[2]:
         raise ValueError(
             f"from_uv: UV: expected shape [N, HV, K + V, R] with K = {K}, V >= 1 and R from 1 to "
-            f"64, got {[*UV.shape]}"
+            f"{MAX_WINDOW}, got {[*UV.shape]}"
         )
     N, HV, _, R = UV.shape
     if H < 1 or HV % H:

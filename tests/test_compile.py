@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.utils import run_and_get_code
 from torch.nn import functional as F
 
-from gdn_ops import nn as layers
+from gdn_ops import _modules, _support
 from gdn_ops.nn import GatedDeltaNet, States
 
 DEVICE = torch.get_default_device().type  # tests/traced_on_cuda.py
@@ -100,7 +100,7 @@ def decode_parameters():
 
 
 def has(op: str):
-    absent = DEVICE not in layers._devices_with(op)
+    absent = DEVICE not in _support.devices_with(op)
     return pytest.mark.skipif(absent, reason=f"this build has no gdn::{op} on {DEVICE}")
 
 
@@ -288,7 +288,7 @@ def test_the_guard_sees_a_copy():
 
 @pytest.mark.parametrize("name", ["gating", "gated_rms_norm", "conv1d", "chunk"])
 def test_functional_op(name):
-    if DEVICE not in layers._devices_with(name):
+    if DEVICE not in _support.devices_with(name):
         pytest.skip(f"this build has no gdn::{name} on {DEVICE}")
     q, k, v, g, beta = heads_inputs(9)
     calls = {
@@ -373,17 +373,17 @@ def test_projection_compiles_once_for_every_number_of_rows(dtype):
     linear = torch.nn.Linear(32, 48, bias=False, dtype=dtype)
     counter = CompileCounterWithBackend("inductor")
     compiled = torch.compile(
-        lambda x: layers.project(linear, x), fullgraph=True, dynamic=True, backend=counter
+        lambda x: _modules.project(linear, x), fullgraph=True, dynamic=True, backend=counter
     )
     for rows in (2, 4, 8, 9, 32, 33, 64, 65, 200):
         x = torch.randn(rows, 1, 32).to(dtype)
-        assert torch.equal(compiled(x), layers.project(linear, x))
+        assert torch.equal(compiled(x), _modules.project(linear, x))
         assert counter.frame_count == 1
 
 
 @pytest.mark.parametrize("mode", ["buffered", "lowrank"])
 def test_layer_window_decode(mode):
-    if reason := layers.missing(mode, DEVICE):
+    if reason := _support.missing(mode, DEVICE):
         pytest.skip(reason)
     layer = make_layer(state_mode=mode, window=4)
     states = layer.allocate(N)

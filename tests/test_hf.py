@@ -18,6 +18,7 @@ transformers = pytest.importorskip(
 )
 
 import gdn_ops  # noqa: E402
+from gdn_ops import _modules, _support  # noqa: E402
 from gdn_ops import nn as layers  # noqa: E402
 from gdn_ops.hf import layers as hf_layers  # noqa: E402
 from gdn_ops.hf.tiny import FAMILIES, tiny_config, tiny_model  # noqa: E402
@@ -28,7 +29,7 @@ SPLITS_OF_65 = ([64, 1], [1, 64], [63, 2], [32, 33], [1] * 65)
 
 needs = {
     mode: pytest.mark.skipif(
-        layers.missing(mode, "cpu") is not None, reason=str(layers.missing(mode, "cpu"))
+        _support.missing(mode, "cpu") is not None, reason=str(_support.missing(mode, "cpu"))
     )
     for mode in layers.STATE_MODES
 }
@@ -291,7 +292,7 @@ def test_fake_weights_are_not_packed():
         layer = gdn_ops.patch(hf_layers.Qwen3_5GatedDeltaNet(config, 0))
         assert layer.gdn_packed is None
         assert layer(torch.ones(2, 5, config.hidden_size)).shape == (2, 5, config.hidden_size)
-        assert layers.is_plain(layer.out_proj)
+        assert _modules.is_plain(layer.out_proj)
 
 
 @pytest.mark.parametrize("assign", [False, True])
@@ -776,7 +777,7 @@ def test_a_model_is_patched_whole_or_not_at_all(monkeypatch):
     model = tiny_model("qwen3_5")
     found = iter((None, None, "no such op"))
     with monkeypatch.context() as patched:
-        patched.setattr(layers, "missing", lambda mode, device: next(found))
+        patched.setattr("gdn_ops.hf.patching.missing", lambda mode, device: next(found))
         with pytest.raises(NotImplementedError, match="no such op"):
             gdn_ops.patch(model)
     assert set(gdn_ops.active(model).values()) == {"transformers"}
@@ -784,8 +785,8 @@ def test_a_model_is_patched_whole_or_not_at_all(monkeypatch):
 
 @pytest.mark.parametrize("mode", layers.STATE_MODES)
 def test_a_missing_op_is_named(mode, monkeypatch):
-    op = layers._NEEDS[mode][-1]
-    monkeypatch.setitem(layers._KERNELS, op, frozenset())
+    op = _support._NEEDS[mode][-1]
+    monkeypatch.setitem(_support._KERNELS, op, frozenset())
     with pytest.raises(NotImplementedError, match=f"gdn::{op} on cpu"):
         gdn_ops.patch(tiny_model("qwen3_5"), state_mode=mode)
 

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from gdn_ops import _limits
+
 ROOT = Path(__file__).resolve().parent.parent
 INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^">]+)[">]', re.MULTILINE)
 TORCH = re.compile(r"^(torch|ATen|c10|pybind11)/|^Python\.h$")
@@ -104,6 +106,9 @@ def imports(path: Path) -> set[str]:
 UPWARD = {
     "gdn_ops/reference.py": ("gdn_ops.",),
     "gdn_ops/ops": ("gdn_ops.nn", "gdn_ops.hf", "gdn_ops.cli", "gdn_ops.bench", "transformers"),
+    "gdn_ops/_limits.py": ("gdn_ops.",),
+    "gdn_ops/_support.py": ("gdn_ops.",),
+    "gdn_ops/_modules.py": ("gdn_ops.nn", "gdn_ops.hf", "gdn_ops.cli", "gdn_ops.bench"),
     "gdn_ops/nn.py": ("gdn_ops.hf", "gdn_ops.cli", "gdn_ops.bench", "transformers"),
     "gdn_ops/compat": ("gdn_ops.hf", "gdn_ops.cli", "gdn_ops.bench", "transformers"),
     "gdn_ops/distributed.py": ("gdn_ops.hf", "gdn_ops.cli", "gdn_ops.bench", "transformers"),
@@ -123,6 +128,15 @@ def test_nothing_imports_upward(part):
                 assert not (name == banned or name.startswith(banned.rstrip(".") + ".")), (
                     f"{path.relative_to(ROOT)} imports {name}"
                 )
+
+
+def test_the_limits_in_python_are_those_of_the_kernels():
+    said = (ROOT / "csrc/args.h").read_text()
+    for ours in ("MAX_HEAD_DIM", "MAX_WINDOW", "MAX_CONV_WIDTH", "MIN_CHUNK", "MAX_CHUNK",
+                 "DECODE_TOKENS"):  # fmt: skip
+        theirs = "k" + ours.title().replace("_", "")
+        found = re.findall(rf"\b{theirs} = (\d+)", said)
+        assert found == [str(getattr(_limits, ours))], theirs
 
 
 def test_ops_are_called_through_schemas_only():

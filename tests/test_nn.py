@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import gdn_ops
+from gdn_ops import _limits, _modules, _support, reference
 from gdn_ops import nn as layers
-from gdn_ops import reference
 from gdn_ops.nn import GatedDeltaNet
 
 # hidden, H, HV, K, V, W: the ratio of the large models, K != V, one head, ratio 1 and odd sizes.
@@ -164,7 +164,7 @@ def test_state_dtypes():
 def test_gradients():
     layer = make()
     x = inputs(layer, 2, 19).requires_grad_()
-    if not layers.trainable("cpu"):
+    if not _support.trainable("cpu"):
         with pytest.raises(NotImplementedError, match="no backward on cpu"):
             layer(x)
         return
@@ -269,7 +269,7 @@ def test_windows(mode):
     x = inputs(layer, 3, 31)
     states = layer.allocate(5)
     rows = torch.tensor([3, 0, 4])
-    if reason := layers.missing(mode, "cpu"):
+    if reason := _support.missing(mode, "cpu"):
         with pytest.raises(NotImplementedError) as refused:
             layer.decode(x[:, :1], states, rows)
         assert reason in str(refused.value)
@@ -298,7 +298,7 @@ def test_windows_follow_the_dtype_of_the_states(dtype):
     assert {states.state.dtype, states.win_k.dtype, states.win_u.dtype} == {dtype}
     wide = layer.allocate(3, state_dtype=dtype, window_dtype=torch.float32)
     assert {wide.win_k.dtype, wide.win_u.dtype} == {torch.float32}
-    if reason := layers.missing("buffered", "cpu"):
+    if reason := _support.missing("buffered", "cpu"):
         pytest.skip(reason)
     x = inputs(layer, 3, 20)
     full = layers.States.allocate(3, layer.heads, 4)
@@ -314,7 +314,7 @@ def test_windows_follow_the_dtype_of_the_states(dtype):
 @torch.no_grad()
 def test_rejected_drafts_are_forgotten(mode, drafts):
     """``num_accepted`` of the layer used to be refused whatever it was: its histories kept none."""
-    if reason := layers.missing(mode, "cpu"):
+    if reason := _support.missing(mode, "cpu"):
         pytest.skip(reason)
     window = {"full": 16, "buffered": 5, "lowrank": 64}[mode]
     layer = make(state_mode=mode, window=window, drafts=drafts)
@@ -444,24 +444,24 @@ def test_a_layer_of_quantised_projections():
     assert 0 < error < 0.15  # of products of 8 bits
 
 
-@pytest.mark.parametrize("dtype", layers.DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", _limits.DTYPES, ids=str)
 def test_a_projection_is_linear_whoever_calls(dtype):
     """The same bits with and without gradients, and none of it a module's call."""
     linear = torch.nn.Linear(48, 40, bias=False, dtype=dtype)
     x = torch.randn(3, 2, 48).to(dtype)
     expected = gdn_ops.linear(x, linear.weight.detach())
-    assert torch.equal(layers.project(linear, x), expected)
-    assert layers.project(linear, x).requires_grad
+    assert torch.equal(_modules.project(linear, x), expected)
+    assert _modules.project(linear, x).requires_grad
     with torch.no_grad():
-        assert torch.equal(layers.project(linear, x), expected)
+        assert torch.equal(_modules.project(linear, x), expected)
     with torch.inference_mode():
-        assert torch.equal(layers.project(linear, x.clone()), expected)
+        assert torch.equal(_modules.project(linear, x.clone()), expected)
     # Rows of weights that stand beside change nothing: a packed projection is that of its parts.
-    parts = [layers.product(x, part) for part in linear.weight.split([7, 20, 13])]
+    parts = [_modules.product(x, part) for part in linear.weight.split([7, 20, 13])]
     assert torch.equal(torch.cat(parts, -1), expected)
 
 
-@pytest.mark.parametrize("dtype", layers.DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", _limits.DTYPES, ids=str)
 @pytest.mark.parametrize("to", [torch.bfloat16, torch.float16], ids=str)
 def test_autocast_converts_as_it_would_a_module(to, dtype):
     linear = torch.nn.Linear(48, 40, bias=False, dtype=dtype)
@@ -469,7 +469,7 @@ def test_autocast_converts_as_it_would_a_module(to, dtype):
 
     def run(x):
         with torch.autocast("cpu", to):
-            return layers.project(linear, x)
+            return _modules.project(linear, x)
 
     torch._dynamo.reset()
     for project in (run, torch.compile(run, backend="aot_eager", fullgraph=True)):
@@ -481,7 +481,7 @@ def test_autocast_converts_as_it_would_a_module(to, dtype):
             with torch.autocast("cpu", to):
                 assert torch.equal(got, linear(x))
     # The compiled form sees that it is called elsewhere.
-    compiled = torch.compile(lambda x: layers.project(linear, x), backend="eager")
+    compiled = torch.compile(lambda x: _modules.project(linear, x), backend="eager")
     with torch.autocast("cpu", to):
         assert compiled(x).dtype == to
     assert torch.equal(compiled(x), gdn_ops.linear(x, linear.weight))

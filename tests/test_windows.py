@@ -704,13 +704,13 @@ def test_refuses_wrong_windows(change, message):
 
 def test_allocate_refuses():
     for kw, message in (
-        ({"R": 0}, "R <= 64"),
-        ({"R": 65}, "R <= 64"),
+        ({"R": 0}, "R: expected 1 to 64, got 0"),
+        ({"R": 65}, "R: expected 1 to 64, got 65"),
         ({"HV": 3}, "multiple of H"),
         ({"HV": 0}, "multiple of H"),
-        ({"P": -1}, "0 <= P, got -1"),
-        ({"K": 0}, "1 <= K <= 512, got 0"),
-        ({"V": 513}, "1 <= V <= 512, got 513"),
+        ({"P": -1}, "P: expected at least 0, got -1"),
+        ({"K": 0}, "K: expected 1 to 512, got 0"),
+        ({"V": 513}, "V: expected 1 to 512, got 513"),
         ({"key_dtype": torch.float64}, "key_dtype"),
     ):
         with pytest.raises(ValueError, match=message):

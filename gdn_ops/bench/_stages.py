@@ -17,10 +17,10 @@ from transformers import DynamicCache
 from transformers.models.qwen3_5 import modeling_qwen3_5 as modeling
 
 from gdn_ops import reference
+from gdn_ops._modules import product, project
 from gdn_ops.bench._transformers import grouped
 from gdn_ops.hf import patch
 from gdn_ops.hf.tiny import tiny_config
-from gdn_ops.nn import product, project
 
 ops = torch.ops.gdn
 STAGES = ("input projection", "conv", "gating", "recurrence", "norm", "output projection")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from gdn_ops import nn as layers
+from gdn_ops._limits import check_window
+from gdn_ops._support import missing
 from gdn_ops.hf.layers import CLASSES, PatchedGatedDeltaNet
 
 
@@ -26,7 +27,7 @@ def patch(model: nn.Module, *, state_mode: str = "full", window: int = 16) -> nn
         ValueError: ``model`` has no layer that can be patched, or an argument is out of range.
     No layer has been switched then.
     """
-    layers.check_window(window)
+    check_window(window)
     found = [
         m for m in model.modules() if type(m) in CLASSES or isinstance(m, PatchedGatedDeltaNet)
     ]
@@ -38,7 +39,7 @@ def patch(model: nn.Module, *, state_mode: str = "full", window: int = 16) -> nn
     for module in found:
         # Parameters on the meta device will be loaded somewhere; the layer looks again then.
         device = module.A_log.device.type
-        if reason := layers.missing(state_mode, "cpu" if device == "meta" else device):
+        if reason := missing(state_mode, "cpu" if device == "meta" else device):
             raise NotImplementedError(f"gdn_ops.patch: {reason}")
     for module in found:
         module.__class__ = CLASSES.get(type(module), type(module))

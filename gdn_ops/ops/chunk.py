@@ -5,13 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gdn_ops._limits import MAX_CHUNK, MIN_CHUNK
 from gdn_ops.ops._common import check_dims, check_tokens, check_window, register_fake
 
 _chunk = torch.ops.gdn.chunk.default
 _chunk_prefill = torch.ops.gdn.chunk_prefill.default
 _chunk_lowrank = torch.ops.gdn.chunk_lowrank.default
-
-MIN_CHUNK, MAX_CHUNK = 16, 128
 
 
 def chunk(
