@@ -166,6 +166,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> conv1d_backward(
     const OptTensor& bias, const OptTensor& initial, const OptTensor& cu_seqlens,
     const std::string& activation, int64_t state_len) {
   const int64_t B = x.size(0), T = x.size(1), C = x.size(2), M = B * T, W = weight.size(1);
+  // Autograd brings what the forward has checked; offsets themselves cannot be read while traced.
+  TORCH_CHECK(
+      !cu_seqlens || (cu_seqlens->dim() == 1 && cu_seqlens->size(0) >= 1 && B == 1),
+      "conv1d_backward: cu_seqlens: expected [N+1] beside a packed batch, B = 1, got shape ",
+      cu_seqlens ? cu_seqlens->sizes() : at::IntArrayRef(), " and B = ", B);
   const auto ints = x.options().dtype(at::kLong).requires_grad(false);
   const Tensor cu = cu_seqlens ? cu_seqlens->to(at::kLong) : at::arange(B + 1, ints) * T;
   const int64_t N = cu.size(0) - 1;

@@ -203,23 +203,24 @@ Forward forward(const Layout& x, const Tensor& q, const Tensor& k, const Tensor&
   return f;
 }
 
-void check_float64(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g,
-                   const Tensor& beta, const OptTensor& initial_state) {
+void check_float64(const char* op, const Tensor& q, const Tensor& k, const Tensor& v,
+                   const Tensor& g, const Tensor& beta, const OptTensor& initial_state) {
   for (const Named& n :
        {Named{"q", &q}, Named{"k", &k}, Named{"v", &v}, Named{"g", &g}, Named{"beta", &beta}}) {
-    TORCH_CHECK(n.t->scalar_type() == at::kDouble, "chunk: ", n.name,
+    TORCH_CHECK(n.t->scalar_type() == at::kDouble, op, ": ", n.name,
                 ": expected float64 beside a float64 q, got ", n.t->scalar_type());
   }
-  TORCH_CHECK(!initial_state || initial_state->scalar_type() == at::kDouble,
-              "chunk: initial_state: expected float64 beside a float64 q, got ",
+  TORCH_CHECK(!initial_state || initial_state->scalar_type() == at::kDouble, op,
+              ": initial_state: expected float64 beside a float64 q, got ",
               initial_state->scalar_type());
 }
 
 // Shapes, devices and values by the checks that every dtype goes through: on stand-ins of one f32
 // element, because those refuse f64.
-void check_shapes(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g,
-                  const Tensor& beta, const OptTensor& initial_state, const OptTensor& cu_seqlens,
-                  std::optional<double> scale, bool qk_l2norm, int64_t chunk_size) {
+void check_shapes(const char* op, const Tensor& q, const Tensor& k, const Tensor& v,
+                  const Tensor& g, const Tensor& beta, const OptTensor& initial_state,
+                  const OptTensor& cu_seqlens, std::optional<double> scale, bool qk_l2norm,
+                  int64_t chunk_size) {
   auto stand_in = [](const Tensor& t) {
     return at::empty({1}, t.options().dtype(at::kFloat))
         .as_strided(t.sizes(), std::vector<int64_t>(t.dim(), 0));
@@ -230,9 +231,9 @@ void check_shapes(const Tensor& q, const Tensor& k, const Tensor& v, const Tenso
     state = at::empty(initial_state->sizes(), initial_state->options().dtype(at::kFloat));
   }
   const ChunkArgs a = chunk_args(
-      "chunk", stand_in(q), stand_in(k), stand_in(v), stand_in(g), stand_in(beta),
+      op, stand_in(q), stand_in(k), stand_in(v), stand_in(g), stand_in(beta),
       {state, nullptr, none, none, none, cu_seqlens, none, nullptr}, scale, qk_l2norm, chunk_size);
-  if (q.is_cpu()) check_values("chunk", a.seqs);
+  if (q.is_cpu()) check_values(op, a.seqs);
 }
 
 using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
@@ -316,8 +317,8 @@ std::tuple<Tensor, Tensor> chunk_forward_aten(const Tensor& q, const Tensor& k, 
                                               const OptTensor& cu_seqlens,
                                               std::optional<double> scale, bool qk_l2norm,
                                               int64_t chunk_size) {
-  check_float64(q, k, v, g, beta, initial_state);
-  check_shapes(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm, chunk_size);
+  check_float64("chunk", q, k, v, g, beta, initial_state);
+  check_shapes("chunk", q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm, chunk_size);
   const Layout x = layout_of(q, cu_seqlens, chunk_size);
   const Forward f = forward(x, q, k, v, g, beta, initial_state, scale, qk_l2norm);
   Tensor o = at::matmul(f.q, f.S).mul_(f.w * f.scale);
@@ -329,9 +330,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> chunk_backward_aten(
     const Tensor& grad_o, const OptTensor& grad_final_state, const Tensor& q, const Tensor& k,
     const Tensor& v, const Tensor& g, const Tensor& beta, const OptTensor& initial_state,
     const OptTensor& cu_seqlens, std::optional<double> scale, bool qk_l2norm, int64_t chunk_size) {
-  check_shapes(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm, chunk_size);
+  const char* op = "chunk_backward";
+  if (q.scalar_type() == at::kDouble) check_float64(op, q, k, v, g, beta, initial_state);
+  check_shapes(op, q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm, chunk_size);
   const Layout x = layout_of(q, cu_seqlens, chunk_size);
-  check_chunk_gradients("chunk_backward", grad_o, grad_final_state, q, v, x.N);
+  check_chunk_gradients(op, grad_o, grad_final_state, q, v, x.N);
   const int64_t H = q.size(2), HV = v.size(2), K = q.size(3), ratio = HV / H;
   auto as = [](const Tensor& t, const Tensor& like) {
     return t.to(like.scalar_type()).contiguous();

@@ -727,6 +727,13 @@ def test_gradients_of_another_shape_are_refused(dtype):
         backward(grad_o[:, 1:], None, *tail)
     with torch.inference_mode(), pytest.raises(RuntimeError, match="grad_o: expected a tensor"):
         backward(None, None, *tail)
+    for at, wrong, message in (
+        (4, args[4].half() if dtype == torch.float64 else args[4].double(), "beta: expected"),
+        (6, torch.tensor([0, 7]), r"cu_seqlens: expected to end at T = 20"),
+    ):
+        changed = (*tail[:at], wrong, *tail[at + 1 :])
+        with pytest.raises(RuntimeError, match=f"^chunk_backward: {message}"):
+            backward(grad_o, None, *changed)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

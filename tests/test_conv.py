@@ -302,6 +302,14 @@ def test_raises_before_writing():
         gdn_ops.short_conv(x, torch.randn(8, 9), None, conv_pool(2, 8, 9))
 
 
+@pytest.mark.parametrize("offsets", [[[0, 6]], [0, 3, 6]], ids=["2-D", "batch of two"])
+def test_the_backward_refuses_offsets_of_another_form(offsets):
+    """Offsets beside a batch of two were taken for those of the tokens of both rows."""
+    y, weight, cu = torch.randn(2, 3, 4), torch.randn(4, 2), torch.tensor(offsets)
+    with pytest.raises(RuntimeError, match="^conv1d_backward: cu_seqlens: expected"):
+        torch.ops.gdn.conv1d_backward(y, None, y, weight, None, None, cu, "silu", 1)
+
+
 def test_silu_at_its_ends():
     """Infinities, the far negative side and NaN go through the activation as through torch's."""
     ends = torch.tensor([0.0, -0.0, 1e-30, -1e-30, 20.0, -20.0, 88.0, -86.0, 1e30, torch.inf])
