@@ -56,7 +56,7 @@ def end_command(error: ImportError) -> None:
         return
     problem = str(error)
     if error.name == "torch":
-        problem = "torch is missing: pip install 'torch>=2.5'"
+        problem = "torch is missing: pip install 'torch>=2.5.1'"
     parser = argparse.ArgumentParser(prog="gdn-ops", add_help=False, allow_abbrev=False)
     parser.add_argument("command", nargs="?")
     parser.add_argument("--json", nargs="?", const="-")

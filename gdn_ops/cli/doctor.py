@@ -23,7 +23,7 @@ HELP = "what was built, what is active, what is missing"
 
 # Package, lowest version, what it serves.
 PACKAGES = (
-    ("torch", "2.5", "everything"),
+    ("torch", "2.5.1", "everything"),
     ("transformers", "5.17", "demo, patch, the fallback as a peer"),
     ("rich", "13", "this command line"),
     ("matplotlib", "3.8", "bench --plot"),
