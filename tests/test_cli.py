@@ -21,7 +21,7 @@ from gdn_ops.bench import _timing
 pytest.importorskip("rich", reason="the command line needs rich")
 from rich.console import Console
 
-from gdn_ops.cli import COMMANDS, explore, main
+from gdn_ops.cli import COMMANDS, _projection, main
 from gdn_ops.cli._output import Output
 
 
@@ -552,10 +552,10 @@ def test_explore_says_when_the_machine_was_disturbed():
             "gbps": gbps, "ratio": ratio,
         }  # fmt: skip
 
-    quiet = explore.sweeps([row("gdn_ops", 70.0, 1.2)], [row("recurrent", 80.0)])
-    assert quiet == {16: [84e9, 80e9]} and explore.disturbance(quiet) is None
-    slow = explore.sweeps([row("gdn_ops", 12.0)], [row("recurrent", 80.0)])
-    assert "at 12 and at 80 GB/s" in explore.disturbance(slow)
+    quiet = _projection.sweeps([row("gdn_ops", 70.0, 1.2)], [row("recurrent", 80.0)])
+    assert quiet == {16: [84e9, 80e9]} and _projection.disturbance(quiet) is None
+    slow = _projection.sweeps([row("gdn_ops", 12.0)], [row("recurrent", 80.0)])
+    assert "at 12 and at 80 GB/s" in _projection.disturbance(slow)
 
 
 def test_explore_prints_every_table_and_the_verdict(capsys, monkeypatch, tmp_path):
