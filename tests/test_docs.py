@@ -76,6 +76,14 @@ def test_pages_named_in_sources_exist():
     assert named and not [(str(p), page) for p, page in named if not (ROOT / page).exists()]
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_files_named_on_pages_exist(page):
+    """But for patterns of names, like csrc/BACKEND/ops.cpp."""
+    folders = "gdn_ops|csrc|tests|scripts|benchmarks|examples|docs"
+    named = set(re.findall(rf"`((?:{folders})/[\w./*-]+)[`:]", page.read_text()))
+    assert not [n for n in named if not re.search("[A-Z]{3}", n) and not list(ROOT.glob(n))]
+
+
 def test_every_op_has_a_page():
     index = ROOT / "docs" / "ops" / "README.md"
     pages = {}
