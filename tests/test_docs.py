@@ -84,6 +84,21 @@ def test_files_named_on_pages_exist(page):
     assert not [n for n in named if not re.search("[A-Z]{3}", n) and not list(ROOT.glob(n))]
 
 
+def test_commands_on_pages_are_understood(tmp_path, monkeypatch):
+    pytest.importorskip("rich")
+    from gdn_ops.cli import build_parser
+
+    monkeypatch.chdir(tmp_path)
+    stands_for = {"FAMILY": "recurrent", "DIR": ".", "FILE": __file__}
+    parser, commands = build_parser(), set()
+    for page in PAGES:
+        found = re.findall(r"`gdn-ops ([^`]*)`|^gdn-ops ([^#\[\n]*)", page.read_text(), re.M)
+        commands |= {(a or b).strip() for a, b in found}
+    assert len(commands) >= 20
+    for command in commands:
+        parser.parse_args([stands_for.get(w, w) for w in command.split()])  # or the test ends
+
+
 def test_every_op_has_a_page():
     index = ROOT / "docs" / "ops" / "README.md"
     pages = {}
