@@ -12,7 +12,7 @@ __device__ __forceinline__ float gated_norm(float x, float sum_sq, int V, float 
                                             DType weight_dtype, float z, DType d) {
   float y = round_as(d, x * rsqrtf(sum_sq / V + eps)) * weight;
   if (weight_dtype == d) y = round_as(d, y);
-  return y * silu(z);
+  return y * (d == DType::f32 ? silu(z) : silu16(z));
 }
 
 // PER_LANE > 0: a row is 32 * PER_LANE elements, contiguous and aligned to four of them; else those
