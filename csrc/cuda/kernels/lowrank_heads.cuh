@@ -1,6 +1,7 @@
-// The low-rank step of up to four tokens a sequence, K = V = 128. A block owns a key head of a
-// sequence, a warp each of its value heads, so whoever overwrites a slot is its only reader: the
-// window is read once, all of it before its counts are known, and blocks meet in the count alone.
+// The low-rank step of up to four tokens a sequence, K = V = 128; more of them are several
+// launches. A block owns a key head of a sequence, a warp each of its value heads, so whoever
+// overwrites a slot is its only reader: the window is read once, all of it before its counts are
+// known, and blocks meet in the count alone.
 #pragma once
 
 #include "kernels.h"
@@ -17,6 +18,8 @@ struct LowrankHeadsGrid {
   int64_t first = 0;   // sequence of blockIdx.y == 0
   bool early = false;  // the window before the wait
   bool ahead = false;  // its lines are asked for before the wait, into L2
+  int done = 0;        // tokens of each sequence that launches before this one of the call took
+  int tokens = 0;      // of each sequence, not packed
   NormTail norm;
 };
 
@@ -71,10 +74,11 @@ template <class AT, int TG>
 struct HeadTokens {
   uint4 raw[4];
 
-  __device__ __forceinline__ void ask(const RecurrentArgs& a, int64_t n, int h, int count,
-                                      int group, int quad) {
+  __device__ __forceinline__ void ask(const RecurrentArgs& a, int64_t b, int64_t start, int h,
+                                      int count, int group, int quad) {
     const View& x = group & 1 ? a.q : a.k;
-    const AT* const from = static_cast<const AT*>(x.ptr) + offset_of(x, n, group / 2, h) + quad * 8;
+    const AT* const from =
+        static_cast<const AT*>(x.ptr) + offset_of(x, b, start + group / 2, h) + quad * 8;
 #pragma unroll
     for (int j = 0; j < 4; j++) {
       raw[j] = make_uint4(0, 0, 0, 0);
@@ -144,7 +148,8 @@ constexpr int heads_registers() {
 #endif
 
 // blockIdx.x = key head, blockIdx.y = sequence; as many warps as a key head has value heads.
-template <class AT, class WT, int TG, bool NORM>
+// PACKED: sequences of more than TG tokens are left to a launch after this one.
+template <class AT, class WT, int TG, bool NORM, bool PACKED>
 __global__ void GDN_HEADS_BOUNDS lowrank_heads(const __grid_constant__ RecurrentArgs a,
                                                const __grid_constant__ LowrankHeadsGrid grid) {
   using Shared = HeadsShared<WT, TG>;
@@ -159,7 +164,10 @@ __global__ void GDN_HEADS_BOUNDS lowrank_heads(const __grid_constant__ Recurrent
   const int h = blockIdx.x, hv = h * warps + warp;
   const int64_t n = grid.first + blockIdx.y;
   const Window& w = a.window;
-  const int R = static_cast<int>(w.R), T = TG == 1 ? 1 : static_cast<int>(a.seqs.T);
+  const int R = static_cast<int>(w.R);
+  const int64_t batch = PACKED ? 0 : n;
+  int64_t start = grid.done;
+  int T = TG == 1 ? 1 : grid.tokens;
   const bool wide = R > 32;
   unsigned char* const updates = shared + Shared::keys(R) + warp * R * Shared::kRow;
   float* const weights =
@@ -172,13 +180,13 @@ __global__ void GDN_HEADS_BOUNDS lowrank_heads(const __grid_constant__ Recurrent
   RawVec<AT, 4> raw_v[TG];
   RawGates raw_gates = {};
   const auto ask_tokens = [&] {
-    tokens.ask(a, n, h, T, group, quad);
+    tokens.ask(a, batch, start, h, T, group, quad);
 #pragma unroll
     for (int t = 0; t < TG; t++) {
       raw_v[t] = load_raw<AT, 4>(static_cast<const AT*>(a.v.ptr) +
-                                 offset_of(a.v, n, t < T ? t : 0, hv) + lane * 4);
+                                 offset_of(a.v, batch, start + (t < T ? t : 0), hv) + lane * 4);
     }
-    if (lane < T) raw_gates = load_gates(a.gates, n, lane, hv);
+    if (lane < T) raw_gates = load_gates(a.gates, batch, start + lane, hv);
   };
   if (grid.ahead) {
     const int64_t row = guess_row(a.seqs, n);
@@ -202,16 +210,31 @@ __global__ void GDN_HEADS_BOUNDS lowrank_heads(const __grid_constant__ Recurrent
   if (a.seqs.state_indices.ptr) raw_row = ask_index(a.seqs.state_indices, n);
   if (a.seqs.num_accepted.ptr) raw_accepted = ask_index(a.seqs.num_accepted, n);
   if (a.seqs.has_initial_state) has = a.seqs.has_initial_state[n * a.seqs.s_has];
+  if constexpr (PACKED) {
+    const Sequence s = device_sequence(a.seqs, n, 0);
+    start = s.start;
+    T = s.end > s.start && s.end - s.start <= TG ? static_cast<int>(s.end - s.start) : 0;
+    if (T == 0) {
+      if (grid.early) wait_for_previous_kernel();
+      let_next_kernel_start();
+      return;
+    }
+  }
   if (!grid.early) ask_tokens();
   WindowRow seq;
   seq.accepted = a.seqs.num_accepted.ptr ? index_value(a.seqs.num_accepted, raw_accepted) : 1;
   seq.row = a.seqs.state_indices.ptr ? index_value(a.seqs.state_indices, raw_row) : n;
   if (seq.accepted < 1 || seq.row >= a.seqs.P) seq.row = -1;
   seq.fresh = !has;
-  seq.start = 0;
+  if (grid.done > 0) {  // what this call has appended stays
+    seq.fresh = false;
+    if (seq.row >= 0) seq.accepted = INT64_MAX;
+  }
+  seq.start = start;
   seq.tokens = T;
   const View& result = NORM ? grid.norm.y : a.out;
-  AT* const result_row = static_cast<AT*>(result.ptr) + offset_of(result, n, 0, hv) + lane * 4;
+  AT* const result_row =
+      static_cast<AT*>(result.ptr) + offset_of(result, batch, start, hv) + lane * 4;
   const int result_step = static_cast<int>(result.st);
   if (seq.row < 0) {
     if (grid.early) wait_for_previous_kernel();
@@ -265,7 +288,7 @@ __global__ void GDN_HEADS_BOUNDS lowrank_heads(const __grid_constant__ Recurrent
 #pragma unroll
     for (int t = 0; t < TG; t++) {
       raw_z[t] = load_raw<AT, 4>(static_cast<const AT*>(norm.z.ptr) +
-                                 offset_of(norm.z, n, t < T ? t : 0, hv) + lane * 4);
+                                 offset_of(norm.z, batch, start + (t < T ? t : 0), hv) + lane * 4);
     }
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -319,7 +342,9 @@ __global__ void GDN_HEADS_BOUNDS lowrank_heads(const __grid_constant__ Recurrent
   const WindowPlan plan = plan_of(a, seq, packed, false);
   const int count = plan.pending, head = plan.head;
   if (threadIdx.x == 0 && static_cast<uint32_t>(packed) >> 24 == gridDim.x - 1) {
-    *static_cast<volatile int32_t*>(fill) = pack_fill(counts_after(plan, R));
+    WindowCounts after = counts_after(plan, R);
+    after.drafts += grid.done;
+    *static_cast<volatile int32_t*>(fill) = pack_fill(after);
   }
 
   // The new keys and log decays take slots that the block has read.
