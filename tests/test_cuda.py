@@ -349,10 +349,12 @@ def test_lowrank(T, R, K, V):
 @pytest.mark.parametrize("dtype,wide", [(torch.bfloat16, True), (torch.bfloat16, False),
                                         (torch.float16, True), (torch.float16, False)])  # fmt: skip
 @pytest.mark.parametrize("T,R,ratio", [(1, 16, 3), (1, 4, 1), (1, 40, 4), (2, 32, 2), (3, 7, 3),
-                                       (4, 16, 3), (4, 64, 4), (4, 4, 1)])  # fmt: skip
+                                       (4, 16, 3), (4, 64, 4), (4, 4, 1), (6, 16, 3), (9, 4, 2),
+                                       (12, 40, 1)])  # fmt: skip
 def test_lowrank_of_whole_key_heads(T, R, ratio, dtype, wide):
-    """K = V = 128, 16-bit activations, up to four tokens: a kernel of its own. From an empty window
-    until its ring has gone round, with padding, a row that starts anew and rejected drafts."""
+    """K = V = 128, 16-bit activations: a kernel of its own, a launch every four tokens. From an
+    empty window until its ring has gone round, with padding, a row that starts anew and rejected
+    drafts."""
     B, H, P = 4, 2, 6
     HV, kept = H * ratio, torch.float32 if wide else dtype
     win = window(P, H, HV, R, 128, 128, kept, kept)
@@ -369,6 +371,32 @@ def test_lowrank_of_whole_key_heads(T, R, ratio, dtype, wide):
         o = ops.recurrent_lowrank(*gpu(*args), *win, *gpu(*where), qk_l2norm=True)
         close(f"o {step}", o, want, dtype, 1 if wide else 2)
         same_window(f"window {step}", win, want_win, [4, 0, 2], kept)
+
+
+@pytest.mark.parametrize("dtype,wide", [(torch.bfloat16, True), (torch.bfloat16, False),
+                                        (torch.float16, False)])  # fmt: skip
+@pytest.mark.parametrize("R,lengths", [(16, [4, 0, 1, 3, 2, 2]), (16, [4, 6, 1, 0, 9, 5]),
+                                       (5, [8, 4, 3, 0, 1, 17]), (4, [1, 1, 1, 1])])  # fmt: skip
+def test_lowrank_of_whole_key_heads_packed(lengths, R, dtype, wide):
+    """Sequences of more than four tokens take another kernel in the same call."""
+    H, HV, N = 2, 6, len(lengths)
+    P, kept = N + 1, torch.float32 if wide else dtype
+    win = window(P, H, HV, R, 128, 128, kept, kept)
+    want_win = tuple(torch.zeros_like(x, device="cpu") for x in win)
+    index = torch.arange(N, 0, -1)
+    index[-1] = -1
+    cu = torch.tensor([0, *lengths]).cumsum(0)
+    r = torch.Generator().manual_seed(3)
+    for step in range(6):
+        args = inputs(1, int(cu[-1]), H, HV, 128, 128, dtype, seed=step)
+        fresh = torch.ones(N, dtype=torch.bool)
+        fresh[0] = step != 3
+        accepted = torch.stack([torch.randint(1, max(n, 1) + 1, (), generator=r) for n in lengths])
+        where = (index, fresh, cu, accepted)
+        want, want_win = reference.recurrent_lowrank(*args, *want_win, *where, qk_l2norm=True)
+        o = ops.recurrent_lowrank(*gpu(*args), *win, *gpu(*where), qk_l2norm=True)
+        close(f"o {step}", o, want, dtype, 1 if wide else 2)
+        same_window(f"window {step}", win, want_win, [int(i) for i in index if i >= 0], kept)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -816,6 +844,39 @@ def test_short_conv_packed_and_long():
     y = ops.short_conv(*gpu(x, weight), None, device, cu_seqlens=cu.cuda())
     close("y", y, want, torch.float32)
     assert torch.equal(device.cpu(), want_state.float())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("lengths", [[300, 0, 1, 64, 255, 513, 0, 3, 0], [1, 0, 2, 1], [256, 256],
+                                     [i % 5 for i in range(300)]])  # fmt: skip
+@pytest.mark.parametrize("channels_last", [True, False])
+def test_conv_gating_packed(channels_last, lengths, dtype):
+    """Blocks take pieces of sequences; nobody writes tokens behind the last one."""
+    H, HV, K, N = 1, 2, 64, len(lengths)
+    C, P = 2 * H * K + HV * 128, N + 2
+    r = torch.Generator().manual_seed(8)
+    index = torch.randperm(P, generator=r)[:N]
+    index[1] = -1
+    fresh = torch.rand(N, generator=r) < 0.7
+    cu = torch.tensor([0, *lengths]).cumsum(0)
+    T = int(cu[-1])
+    x = torch.randn(1, T, C + 2 * HV, generator=r).to(dtype)
+    weight = (torch.randn(C, 4, generator=r) / 2).to(dtype)
+    A_log, dt_bias = torch.rand(2, HV, generator=r)
+    state = torch.randn(P, C, 4, generator=r).to(dtype)
+    args = (x[..., :C], x[..., C : C + HV], x[..., C + HV :], weight, None, A_log, dt_bias)
+    where = (index, fresh, cu)
+    *want, want_state = reference.conv_gating(*args, state, H, K, *where, qk_l2norm=True)
+    device = state.cuda()
+    if channels_last:
+        device = device.transpose(1, 2).contiguous().transpose(1, 2)
+    args = gpu(*args)
+    got = ops.conv_gating(*args, device, H, K, *gpu(*where), qk_l2norm=True)
+    for name, a, b in zip("qkv", got, want, strict=False):
+        close(name, a, b, dtype)
+    for name, a, b in zip(("g", "beta"), got[3:], want[3:], strict=True):
+        close(name, a, b, torch.float32 if dtype == torch.float32 else dtype)
+    assert torch.equal(device.cpu(), want_state.to(dtype))
 
 
 def test_short_conv_speculative():

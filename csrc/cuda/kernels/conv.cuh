@@ -20,20 +20,49 @@ __device__ __forceinline__ int64_t history_column(const ConvArgs& a, const Seque
   return a.state.leading ? (a.seqs.num_accepted.ptr ? s.accepted - 1 : 0) : a.state.L - (a.W - 1);
 }
 
-// One thread a channel; blockIdx = (channels / 128, sequence, chunk of tokens). The outputs of a
-// sequence may be cut into chunks of `chunk` tokens; then the state is written by a launch of its
-// own (`outputs` false), because other chunks still read it.
-__global__ void __launch_bounds__(128)
+// Packed sequences in pieces of 1 << cut tokens: the number of a piece is its place in the
+// sequence, plus the sequence, plus its first token >> cut. So no two have the same number, and
+// few numbers have no piece.
+__device__ __forceinline__ int64_t first_piece(const Sequences& s, int64_t n, int cut) {
+  return (at(s.cu_seqlens, n) >> cut) + n;
+}
+// The sequence of a piece, found by the 128 threads of a block together; negative: there is none.
+// `number` becomes the place in the sequence, which may be behind the last token.
+__device__ __forceinline__ int64_t sequence_of_piece(const Sequences& s, int cut, int64_t* number) {
+  int64_t low = 0, high = s.N;  // the first `low` sequences begin at or before the piece
+  while (low < high) {
+    const int64_t step = (high - low + 127) / 128;
+    const int64_t n = low + threadIdx.x * step;
+    const int count = __syncthreads_count(n < high && first_piece(s, n, cut) <= *number);
+    const int64_t next = low + count * step;
+    if (next < high) high = next;
+    if (count == 0) break;
+    low = next - step + 1;
+  }
+  if (low > 0) *number -= first_piece(s, low - 1, cut);
+  return low - 1;
+}
+
+// One thread a channel; blockIdx = (channels / 128, sequence, chunk of tokens), or, where `cut` is
+// not negative, (channels / 128, number of a piece in two parts). The history of a sequence that
+// several blocks share is written by a launch of its own (`outputs` false), as the others still
+// read it.
+__global__ void __launch_bounds__(128, 8)
     conv_channels(const __grid_constant__ ConvArgs a, const __grid_constant__ ConvTarget to,
-                  const __grid_constant__ ConvPool state_out, int64_t first, int64_t chunk,
-                  bool outputs, bool keep) {
-  const int64_t n = first + blockIdx.y;
+                  const __grid_constant__ ConvPool state_out, int64_t first, int64_t chunk, int cut,
+                  bool outputs) {
+  int64_t n = first + blockIdx.y, piece = blockIdx.z;
   const int64_t c = static_cast<int64_t>(blockIdx.x) * 128 + threadIdx.x;
   wait_for_previous_kernel();
+  if (cut >= 0) {
+    piece = piece * gridDim.y + blockIdx.y;
+    n = sequence_of_piece(a.seqs, cut, &piece);
+    if (n < 0) return;
+  }
   const Sequence s = device_sequence(a.seqs, n, 0);
   let_next_kernel_start();
   if (c >= a.C) return;
-  const int64_t begin = s.start + blockIdx.z * chunk;
+  const int64_t begin = s.start + piece * chunk;
   const int64_t end = begin + chunk < s.end ? begin + chunk : s.end;
   const int p = to.of(c);
   const View& y = to.part[p];
@@ -79,11 +108,14 @@ __global__ void __launch_bounds__(128)
       }
 #pragma unroll
       for (int i = 0; i + 1 < kMaxConvWidth; i++) h[i] = h[i + 1];
-      store_as(y.ptr, y.dtype, s.b * y.sb + t * y.st + cy, a.silu ? silu(sum) : sum);
+      // The same bits as those of the kernels in vectors.
+      if (a.silu) sum = y.dtype == DType::f32 ? silu(sum) : silu16(sum);
+      store_as(y.ptr, y.dtype, s.b * y.sb + t * y.st + cy, sum);
     }
   }
-  if (!keep || (W == 1 && a.state.ptr == state_out.ptr)) return;
   const int64_t T = s.end - s.start;
+  const bool keep = state_out.ptr && piece == 0 && outputs == (T <= chunk);
+  if (!keep || (W == 1 && a.state.ptr == state_out.ptr)) return;
   const int64_t to_row = s.row * state_out.s_p + c * state_out.s_c;
   // Column l becomes element l + shift of [history, tokens]; shift >= 1, so going up is safe.
   const bool whole = !a.state.leading;
@@ -112,6 +144,24 @@ struct GateOutputs {
   float* beta = nullptr;
   int64_t HV = 0;
 };
+
+// The bias of N neighbouring channels.
+template <int N>
+__device__ __forceinline__ void load_bias(const Param& bias, int64_t c, float (&b)[N]) {
+#pragma unroll
+  for (int e = 0; e < N; e++) b[e] = 0.f;
+  if (!bias.ptr) return;
+#pragma unroll
+  for (int e = 0; e < N; e++) b[e] = load_param(bias, c + e);
+}
+
+// One branch for all of a thread's values, so that they are under way together.
+template <class T, int N>
+__device__ __forceinline__ void activate(float (&r)[N], bool on) {
+  if (!on) return;
+#pragma unroll
+  for (int e = 0; e < N; e++) r[e] = sizeof(T) == 2 ? silu16(r[e]) : silu(r[e]);
+}
 
 // q or k of a head over `lanes` neighbouring threads, N channels each. The model rounds the
 // convolution before it normalises.
@@ -188,7 +238,8 @@ __global__ void __launch_bounds__(128)
   uint4 raw_w[W];
 #pragma unroll
   for (int i = 0; i < W; i++) raw_w[i] = *reinterpret_cast<const uint4*>(weight + 8 * i);
-  float x[8], h[8 * L], w[8 * W], r[8];
+  float x[8], h[8 * L], w[8 * W], bias[8], r[8];
+  load_bias(a.bias, c, bias);
   Vec<T>::unpack(raw_x, x);
 #pragma unroll
   for (int i = 0; i < L; i++) Vec<T>::unpack(raw[i], h + 8 * i);
@@ -199,11 +250,10 @@ __global__ void __launch_bounds__(128)
   constexpr int kFirst = L - (W - 1);  // trailing; leading pools have L = 3 here
 #pragma unroll
   for (int e = 0; e < 8; e++) {
-    float sum = a.bias.ptr ? load_param(a.bias, c + e) : 0.f;
+    float sum = bias[e];
 #pragma unroll
     for (int i = 0; i < W - 1; i++) sum = __fmaf_rn(w[e * W + i], column(e, kFirst + i), sum);
-    sum = __fmaf_rn(w[e * W + W - 1], x[e], sum);
-    r[e] = a.silu ? silu(sum) : sum;
+    r[e] = __fmaf_rn(w[e * W + W - 1], x[e], sum);
 #pragma unroll
     for (int l = 0; l + 1 < L; l++) column(e, l) = column(e, l + 1);
     column(e, L - 1) = x[e];
@@ -212,28 +262,34 @@ __global__ void __launch_bounds__(128)
   for (int i = 0; i < L; i++) {
     *reinterpret_cast<uint4*>(state + i * step) = Vec<T>::pack(h + 8 * i);
   }
+  activate<T>(r, a.silu);
   if (norm_lanes > 0 && p < 2) normalise_head<T>(r, norm_lanes);
   *reinterpret_cast<uint4*>(out) = Vec<T>::pack(r);
 }
 
-// W = 4, x, weights and histories of one 16-bit type, channels of a column and of a token
-// neighbours in memory, N of them a thread; blockIdx as in conv_channels. Four tokens are under way
-// at a time.
+// W = 4, x, weights and histories of one type, channels of a column and of a token neighbours in
+// memory, N of them a thread; blockIdx as in conv_channels. Four tokens are asked for while the
+// four before them are worked on.
 template <class T, int N>
-__global__ void __launch_bounds__(128, 8)
+__global__ void __launch_bounds__(128, sizeof(T) == 2 ? 7 : 5)
     conv_vectors(const __grid_constant__ ConvArgs a, const __grid_constant__ ConvTarget to,
-                 const __grid_constant__ GateOutputs gate, int64_t first, int chunk, int norm_lanes,
-                 bool outputs, bool keep) {
+                 const __grid_constant__ GateOutputs gate, int64_t first, int chunk, int cut,
+                 int norm_lanes, bool outputs) {
   constexpr int W = 4, NT = 4;
   using Some = RawVec<T, N>;
-  const int64_t n = first + blockIdx.y;
+  int64_t n = first + blockIdx.y, piece = blockIdx.z;
   const int c = static_cast<int>(blockIdx.x * 128 + threadIdx.x) * N;
   wait_for_previous_kernel();
   let_next_kernel_start();
+  if (cut >= 0) {
+    piece = piece * gridDim.y + blockIdx.y;
+    n = sequence_of_piece(a.seqs, cut, &piece);
+    if (n < 0) return;
+  }
   const Sequence s = device_sequence(a.seqs, n, 0);
   // Tokens of this block, counted from the sequence's first.
   const int length = static_cast<int>(s.end - s.start);
-  int begin = static_cast<int>(blockIdx.z) * chunk;
+  int begin = static_cast<int>(piece) * chunk;
   const int end = !outputs || length - begin < chunk ? length : begin + chunk;
   if (c >= a.C) {
     // The threads past the last channel take the gates.
@@ -247,7 +303,7 @@ __global__ void __launch_bounds__(128, 8)
     }
     return;
   }
-  if (begin >= end) return;
+  if (begin >= end || (!outputs && length <= chunk)) return;
   const int p = to.of(c);
   const View& y = to.part[p];
   const T* x = static_cast<const T*>(a.x.ptr) + s.b * a.x.sb + (s.start + begin) * a.x.st + c;
@@ -256,16 +312,17 @@ __global__ void __launch_bounds__(128, 8)
   const bool appended = a.state.leading && a.seqs.num_accepted.ptr;
   const int L = static_cast<int>(a.state.L), held = a.state.leading ? W - 1 : L;
   const int shift = appended ? 1 : length, wanted = appended ? W - 1 + length - 1 : held;
+  const bool keep = outputs == (length <= chunk);
   const int columns = !keep ? 0 : wanted < L ? wanted : L;
   if (!outputs && shift > held) {
     begin = shift - held;  // the first that stays
     x += begin * a.x.st;
   }
-  Some raw[NT], live[W - 1], raw_w[W];
+  Some next[NT], live[W - 1], raw_w[W];
   const auto ask = [&](int count) {
 #pragma unroll
     for (int i = 0; i < NT; i++) {
-      if (i < count) raw[i] = load_raw<T, N>(x + i * a.x.st);
+      if (i < count) next[i] = load_raw<T, N>(x + i * a.x.st);
     }
   };
   ask(end - begin);
@@ -303,14 +360,17 @@ __global__ void __launch_bounds__(128, 8)
     }
   }
   float h[W - 1][N], w[N * W], bias[N];
-#pragma unroll
-  for (int e = 0; e < N; e++) bias[e] = a.bias.ptr ? load_param(a.bias, c + e) : 0.f;
+  load_bias(a.bias, c, bias);
 #pragma unroll
   for (int i = 0; i < W; i++) raw_to_float<T, N>(raw_w[i], w + N * i);
 #pragma unroll
   for (int i = 0; i < W - 1; i++) raw_to_float<T, N>(live[i], h[i]);
-  for (int t0 = begin; t0 < end; t0 += NT, x += NT * a.x.st, out += NT * y.st) {
-    if (t0 > begin) ask(end - t0);
+  for (int t0 = begin; t0 < end; t0 += NT, out += NT * y.st) {
+    Some raw[NT];
+#pragma unroll
+    for (int i = 0; i < NT; i++) raw[i] = next[i];
+    x += NT * a.x.st;
+    ask(end - t0 - NT);
 #pragma unroll
     for (int i = 0; i < NT; i++) {
       if (t0 + i >= end) break;
@@ -324,12 +384,12 @@ __global__ void __launch_bounds__(128, 8)
         float sum = bias[e];
 #pragma unroll
         for (int j = 0; j < W - 1; j++) sum = __fmaf_rn(w[e * W + j], h[j][e], sum);
-        sum = __fmaf_rn(w[e * W + W - 1], now[e], sum);
-        r[e] = a.silu ? silu(sum) : sum;
+        r[e] = __fmaf_rn(w[e * W + W - 1], now[e], sum);
 #pragma unroll
         for (int j = 0; j + 1 < W - 1; j++) h[j][e] = h[j + 1][e];
         h[W - 2][e] = now[e];
       }
+      activate<T>(r, a.silu);
       if (norm_lanes > 0 && p < 2) normalise_head<T>(r, norm_lanes);
       store_floats<T, N>(out + i * y.st, r);
     }
@@ -357,17 +417,26 @@ __global__ void __launch_bounds__(128)
   }
 }
 
-// Gates of every token; a token of a padding row gets zeros. blockIdx = (token and head, sequence).
+// Gates of every token; a token of a padding row gets zeros. blockIdx = (token and head, sequence),
+// or, where `cut` is not negative, the number of a piece in two parts.
 __global__ void __launch_bounds__(128)
     sequence_gates(const __grid_constant__ Sequences seqs, const __grid_constant__ GateOutputs to,
-                   int64_t first) {
-  const int64_t n = first + blockIdx.y;
+                   int64_t first, int cut) {
+  int64_t n = first + blockIdx.y, piece = 0;
+  int64_t i = int64_t{blockIdx.x} * 128 + threadIdx.x, step = int64_t{gridDim.x} * 128;
   wait_for_previous_kernel();
+  if (cut >= 0) {
+    piece = int64_t{blockIdx.y} * gridDim.x + blockIdx.x;
+    n = sequence_of_piece(seqs, cut, &piece);
+    if (n < 0) return;
+    i = (piece << cut) * to.HV + threadIdx.x;
+    step = 128;
+  }
   const Sequence s = device_sequence(seqs, n, 0);
   let_next_kernel_start();
-  const int64_t all = (s.end - s.start) * to.HV;
-  for (int64_t i = static_cast<int64_t>(blockIdx.x) * 128 + threadIdx.x; i < all;
-       i += static_cast<int64_t>(gridDim.x) * 128) {
+  int64_t tokens = s.end - s.start;
+  if (cut >= 0 && tokens > (piece + 1) << cut) tokens = (piece + 1) << cut;
+  for (; i < tokens * to.HV; i += step) {
     const int64_t t = s.start + i / to.HV, hv = i % to.HV;
     float g = 0.f, beta = 0.f;
     if (s.row >= 0) compute_gates(to.gates, load_gates(to.gates, s.b, t, hv), &g, &beta);

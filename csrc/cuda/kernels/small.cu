@@ -9,47 +9,67 @@ namespace gdn {
 namespace cuda {
 namespace {
 
-constexpr int64_t kChunk = 256;  // tokens a thread walks
-constexpr int kChannels = 4;     // that a thread of conv_vectors takes
+constexpr int kLogChunk = 8;  // 256 tokens a thread walks at most
+constexpr int kLogGates = 3;  // 8 tokens a block of gates takes
+constexpr int kChannels = 4;  // that a thread of conv_vectors takes
 
 unsigned blocks_for(int64_t items, int64_t each, int64_t most = 1 << 20) {
   const int64_t n = (items + each - 1) / each;
   return static_cast<unsigned>(n < 1 ? 1 : n > most ? most : n);
 }
 
+// Packed sequences may be cut (sequence_of_piece).
+dim3 piece_grid(unsigned across, const Sequences& s, int cut) {
+  const int64_t pieces = (s.T >> cut) + s.N;
+  const unsigned y = static_cast<unsigned>(pieces < kMaxGridY ? pieces : kMaxGridY);
+  return dim3(across, y, static_cast<unsigned>((pieces + y - 1) / y));
+}
+
+// Launches a convolution whose sequences have at most `a.seqs.T` tokens, as far as the host knows,
+// in chunks of `chunk`: outputs, then the histories of sequences that were cut.
+// launched(grid, first sequence, tokens of a chunk, cut, outputs).
+template <class Launch>
+cudaError_t in_chunks(const ConvArgs& a, unsigned across, int log_chunk, Launch&& launched) {
+  const int64_t most = a.seqs.T;
+  int64_t chunk = int64_t{1} << log_chunk;
+  const bool cut = most > chunk, pieces = cut && a.seqs.cu_seqlens.ptr;
+  if (!cut) chunk = most > 0 ? most : 1;
+  int64_t z = cut && !pieces ? (most + chunk - 1) / chunk : 1;
+  if (z > 32768) {  // blockIdx.z is limited
+    z = 32768;
+    chunk = (most + z - 1) / z;
+  }
+  cudaError_t error = cudaSuccess;
+  if (pieces) error = launched(piece_grid(across, a.seqs, log_chunk), 0, chunk, log_chunk, true);
+  for (int64_t first = 0; first < a.seqs.N && error == cudaSuccess; first += kMaxGridY) {
+    const int64_t count = a.seqs.N - first < kMaxGridY ? a.seqs.N - first : kMaxGridY;
+    const dim3 grid(across, static_cast<unsigned>(count), static_cast<unsigned>(z));
+    if (!pieces) error = launched(grid, first, chunk, -1, true);
+    if (error == cudaSuccess && cut) {
+      error = launched(dim3(grid.x, grid.y), first, chunk, -1, false);
+    }
+  }
+  return error;
+}
+
 cudaError_t channels(const ConvArgs& a, const ConvTarget& to, const ConvPool& out,
                      cudaStream_t stream) {
   if (a.seqs.N == 0 || a.C == 0) return cudaSuccess;
-  const int64_t most = a.seqs.T;  // tokens of a sequence, as far as the host knows
-  const bool cut = most > kChunk;
-  const int64_t chunk = cut ? kChunk : (most > 0 ? most : 1);
-  // blockIdx.z is limited too; longer chunks keep it in bounds.
-  int64_t z = cut ? (most + chunk - 1) / chunk : 1, length = chunk;
-  if (z > 32768) {
-    z = 32768;
-    length = (most + z - 1) / z;
-  }
-  for (int64_t first = 0; first < a.seqs.N; first += kMaxGridY) {
-    const int64_t count = a.seqs.N - first < kMaxGridY ? a.seqs.N - first : kMaxGridY;
-    const dim3 grid(blocks_for(a.C, 128), static_cast<unsigned>(count), static_cast<unsigned>(z));
-    cudaError_t error = launch(conv_channels, grid, dim3(128), 0, stream, a, to, out, first, length,
-                               true, !cut && out.ptr != nullptr);
-    if (error == cudaSuccess && cut && out.ptr) {
-      error = launch(conv_channels, dim3(grid.x, grid.y), dim3(128), 0, stream, a, to, out, first,
-                     length, false, true);
-    }
-    if (error != cudaSuccess) return error;
-  }
-  return cudaSuccess;
+  return in_chunks(a, blocks_for(a.C, 128), kLogChunk,
+                   [&](dim3 grid, int64_t first, int64_t chunk, int cut, bool outputs) {
+                     if (!outputs && !out.ptr) return cudaSuccess;
+                     return launch(conv_channels, grid, dim3(128), 0, stream, a, to, out, first,
+                                   chunk, cut, outputs);
+                   });
 }
 
-// Whether channels stand in vectors of eight 16-bit elements, in the tokens and in the outputs.
+// Whether all is of one type and channels stand in vectors of eight, in tokens and in outputs.
 bool vector_channels(const ConvArgs& a, const ConvTarget& to) {
   const ConvPool& s = a.state;
   const DType d = a.x.dtype;
-  if (a.W != 4 || d == DType::f32 || !s.ptr || s.dtype != d || a.weight.dtype != d ||
-      a.weight.s1 != 1 || a.weight.s0 != 4 || !aligned(a.weight.ptr, 16) || a.C % 8 != 0 ||
-      s.s_p % 8 != 0 || !aligned(s.ptr, 16) || !vector_view(a.x, 8)) {
+  if (a.W != 4 || !s.ptr || s.dtype != d || a.weight.dtype != d || a.weight.s1 != 1 ||
+      a.weight.s0 != 4 || !aligned(a.weight.ptr, 16) || a.C % 8 != 0 || s.s_p % 8 != 0 ||
+      !aligned(s.ptr, 16) || !vector_view(a.x, 8)) {
     return false;
   }
   for (int p = 0; p < 3; p++) {
@@ -64,7 +84,8 @@ bool channels_last(const ConvPool& s) { return s.s_c == 1 && s.s_l % 8 == 0; }
 
 bool token_can(const ConvArgs& a, const ConvTarget& to) {
   const ConvPool& s = a.state;
-  if (a.seqs.cu_seqlens.ptr || a.seqs.T != 1 || !vector_channels(a, to)) return false;
+  if (a.seqs.cu_seqlens.ptr || a.seqs.T != 1 || a.x.dtype == DType::f32) return false;
+  if (!vector_channels(a, to)) return false;
   if (s.leading ? s.L != 3 || a.seqs.num_accepted.ptr != nullptr : s.L != 3 && s.L != 4) {
     return false;
   }
@@ -76,23 +97,30 @@ cudaError_t vectors(const ConvArgs& a, const ConvTarget& to, const GateOutputs& 
                     int norm_lanes, cudaStream_t stream) {
   constexpr int N = kChannels;
   const unsigned across = blocks_for(a.C / N + (gate.g ? gate.HV : 0), 128);
-  const int64_t most = a.seqs.T, blocks = int64_t{across} * a.seqs.N;
-  int64_t chunk = kChunk;
-  while (chunk > 32 && blocks * ((most + chunk - 1) / chunk) < 8 * multiprocessors()) chunk /= 2;
-  const bool cut = most > chunk;
-  for (int64_t first = 0; first < a.seqs.N; first += kMaxGridY) {
-    const int64_t count = a.seqs.N - first < kMaxGridY ? a.seqs.N - first : kMaxGridY;
-    const dim3 grid(across, static_cast<unsigned>(count), blocks_for(most, chunk, 32768));
-    if (grid.z == 32768) chunk = (most + 32767) / 32768;  // blockIdx.z is limited too
-    cudaError_t error = launch(conv_vectors<T, N>, grid, dim3(128), 0, stream, a, to, gate, first,
-                               static_cast<int>(chunk), norm_lanes, true, !cut);
-    if (error == cudaSuccess && cut) {
-      error = launch(conv_vectors<T, N>, dim3(across, grid.y), dim3(128), 0, stream, a, to,
-                     GateOutputs(), first, static_cast<int>(chunk), 0, false, true);
-    }
-    if (error != cudaSuccess) return error;
+  const int64_t sequences = a.seqs.cu_seqlens.ptr ? 1 : a.seqs.N;
+  int log_chunk = kLogChunk;
+  while (log_chunk > 5 &&
+         across * sequences * ((a.seqs.T >> log_chunk) + 1) < 8 * multiprocessors()) {
+    log_chunk--;
   }
-  return cudaSuccess;
+  return in_chunks(a, across, log_chunk,
+                   [&](dim3 grid, int64_t first, int64_t chunk, int cut, bool outputs) {
+                     return launch(conv_vectors<T, N>, grid, dim3(128), 0, stream, a, to,
+                                   outputs ? gate : GateOutputs(), first, static_cast<int>(chunk),
+                                   cut, outputs ? norm_lanes : 0, outputs);
+                   });
+}
+
+cudaError_t vectors_of(const ConvArgs& a, const ConvTarget& to, const GateOutputs& gate,
+                       int norm_lanes, cudaStream_t stream) {
+  switch (a.x.dtype) {
+    case DType::f32:
+      return vectors<float>(a, to, gate, norm_lanes, stream);
+    case DType::bf16:
+      return vectors<bf16>(a, to, gate, norm_lanes, stream);
+    default:
+      return vectors<f16>(a, to, gate, norm_lanes, stream);
+  }
 }
 
 template <class T, int L, bool TAPS>
@@ -176,8 +204,7 @@ cudaError_t short_conv(const ConvArgs& a, cudaStream_t stream) {
                                     : token<f16>(a, to, GateOutputs(), 0, stream);
   }
   if (a.seqs.N > 0 && vector_channels(a, to) && channels_last(a.state)) {
-    return a.x.dtype == DType::bf16 ? vectors<bf16>(a, to, GateOutputs(), 0, stream)
-                                    : vectors<f16>(a, to, GateOutputs(), 0, stream);
+    return vectors_of(a, to, GateOutputs(), 0, stream);
   }
   return channels(a, to, a.state, stream);
 }
@@ -217,9 +244,7 @@ cudaError_t conv_gating(const ConvGatingArgs& a, cudaStream_t stream) {
   const int lanes = vector ? norm_lanes(kChannels) : 0;
   cudaError_t error = cudaSuccess;
   if (vector) {
-    const GateOutputs& beside = gates_apart ? GateOutputs() : gate;
-    error = c.x.dtype == DType::bf16 ? vectors<bf16>(c, to, beside, lanes, stream)
-                                     : vectors<f16>(c, to, beside, lanes, stream);
+    error = vectors_of(c, to, gates_apart ? GateOutputs() : gate, lanes, stream);
   } else {
     error = channels(c, to, c.state, stream);
   }
@@ -228,12 +253,17 @@ cudaError_t conv_gating(const ConvGatingArgs& a, cudaStream_t stream) {
         launch(normalize_heads, dim3(blocks_for(c.seqs.B * c.seqs.T * a.H, 4, INT64_C(2147483647))),
                dim3(128), 0, stream, to.part[p], c.seqs.B, c.seqs.T, a.H, a.K);
   }
-  for (int64_t first = 0; gates_apart && first < c.seqs.N && error == cudaSuccess;
-       first += kMaxGridY) {
+  if (!gates_apart || error != cudaSuccess) return error;
+  if (c.seqs.cu_seqlens.ptr) {
+    const dim3 grid = piece_grid(1, c.seqs, kLogGates);
+    return launch(sequence_gates, dim3(grid.y, grid.z), dim3(128), 0, stream, c.seqs, gate,
+                  int64_t{0}, kLogGates);
+  }
+  for (int64_t first = 0; first < c.seqs.N && error == cudaSuccess; first += kMaxGridY) {
     const int64_t count = c.seqs.N - first < kMaxGridY ? c.seqs.N - first : kMaxGridY;
     error = launch(sequence_gates,
                    dim3(blocks_for(c.seqs.T * a.HV, 128, 1024), static_cast<unsigned>(count)),
-                   dim3(128), 0, stream, c.seqs, gate, first);
+                   dim3(128), 0, stream, c.seqs, gate, first, -1);
   }
   return error;
 }
