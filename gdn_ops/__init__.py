@@ -1,5 +1,7 @@
 """Gated DeltaNet operators for PyTorch: ``torch.ops.gdn.*`` with documented wrappers."""
 
+from typing import TYPE_CHECKING
+
 try:
     from gdn_ops import _native
 
@@ -40,6 +42,19 @@ from gdn_ops.ops.windows import (
 )
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:  # what __getattr__ brings, for editors and type checkers
+    from gdn_ops import compat as compat
+    from gdn_ops import distributed as distributed
+    from gdn_ops import hf as hf
+    from gdn_ops import nn as nn
+    from gdn_ops import reference as reference
+    from gdn_ops import windows as windows
+    from gdn_ops.hf import active as active
+    from gdn_ops.hf import patch as patch
+    from gdn_ops.hf import register_transformers as register_transformers
+    from gdn_ops.hf import unpatch as unpatch
+    from gdn_ops.hf import unregister_transformers as unregister_transformers
 
 # Importing these needs transformers, which the ops do not.
 _FROM_HF = ("active", "patch", "register_transformers", "unpatch", "unregister_transformers")

@@ -162,6 +162,17 @@ def test_a_header_alone_is_built_anew(tmp_path, ninja):
     assert run_build(tmp_path, compiler=tell, GDN_NINJA=ninja) == 7
 
 
+def test_an_installed_package_says_that_it_has_types(tmp_path):
+    copy_build(tmp_path)
+    for name in ("__init__.py", "py.typed"):
+        shutil.copy(PACKAGE / name, tmp_path / "gdn_ops" / name)
+    subprocess.run(
+        [sys.executable, "setup.py", "-q", "build_py"], cwd=tmp_path, timeout=120, check=True,
+        env={**os.environ, "GDN_BACKEND": "none"}, capture_output=True,
+    )  # fmt: skip
+    assert list(tmp_path.glob("build/lib*/gdn_ops/py.typed"))
+
+
 def test_versions_agree():
     text = (ROOT / "pyproject.toml").read_text()
     declared = re.search(r'^version = "([^"]+)"', text, re.MULTILINE)[1]

@@ -26,11 +26,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+Buffer = TypeVar("Buffer")  # a tensor, or what holds some
 WALK_BYTES = 256 * 2**20
 # A sample shorter than this is made of several calls: the clock and the loop then cost nothing.
 MIN_SAMPLE_S = 1e-3
@@ -132,7 +133,7 @@ def generator(seed: int) -> torch.Generator:
     return torch.Generator(torch.empty(0).device).manual_seed(seed)
 
 
-def buffers(count_bytes: int, make: Callable[[int], Tensor], hot: bool) -> list[Tensor]:
+def buffers(count_bytes: int, make: Callable[[int], Buffer], hot: bool) -> list[Buffer]:
     """Buffers to walk over: one if hot, else enough for ``WALK_BYTES``."""
     return [make(i) for i in range(1 if hot else max(2, -(-WALK_BYTES // count_bytes)))]
 

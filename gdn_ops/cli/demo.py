@@ -11,6 +11,8 @@ import argparse
 import copy
 import statistics
 import time
+from collections.abc import Callable, Hashable
+from typing import TypeVar
 
 import torch
 
@@ -21,6 +23,7 @@ from gdn_ops.cli._output import Output
 HELP = "a tiny Qwen3.5 decodes with our ops and with its own fallback"
 HEADS = (16, 48)  # of Qwen3.5-27B: key heads, value heads; K = V = 128
 PROMPT = 16
+Name = TypeVar("Name", bound=Hashable)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -140,10 +143,13 @@ def tokens_part(args: argparse.Namespace, out: Output, status) -> tuple[bool, di
 
 
 def _times(
-    calls: dict, on: torch.Tensor, seconds: float = 0.4, rounds: int = 7
-) -> dict[str, float]:
+    calls: dict[Name, Callable[[], object]],
+    on: torch.Tensor,
+    seconds: float = 0.4,
+    rounds: int = 7,
+) -> dict[Name, float]:
     """Median milliseconds of each call on the device of ``on``, taken in turns."""
-    samples: dict[str, list[float]] = {name: [] for name in calls}
+    samples: dict[Name, list[float]] = {name: [] for name in calls}
     reps = {}
     for name, call in calls.items():
         for _ in range(3):

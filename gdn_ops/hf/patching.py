@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 from torch import nn
 
 from gdn_ops._limits import check_window
 from gdn_ops._support import missing
 from gdn_ops.hf.layers import CLASSES, PatchedGatedDeltaNet
 
+Model = TypeVar("Model", bound=nn.Module)
 
-def patch(model: nn.Module, *, state_mode: str = "full", window: int = 16) -> nn.Module:
+
+def patch(model: Model, *, state_mode: str = "full", window: int = 16) -> Model:
     """Run the Gated DeltaNet layers of ``model`` on the ops of this package. Returns ``model``.
 
     Works on a whole model or a single layer, in place. Parameters, their names and the state dict
@@ -49,7 +53,7 @@ def patch(model: nn.Module, *, state_mode: str = "full", window: int = 16) -> nn
     return model
 
 
-def unpatch(model: nn.Module) -> nn.Module:
+def unpatch(model: Model) -> Model:
     """Give the layers of ``model`` their own classes back and drop the packed buffers. Returns it.
 
     Layers that ``register_transformers`` made go back to the class of transformers too.
