@@ -131,8 +131,8 @@ def _backend_notes(native: dict) -> list[dict]:
             {
                 "backend": "xpu (Kunlun)",
                 "why": "built without it",
-                "get": f"GDN_BACKEND=xpu XPU_TOOLKIT=/path/to/xtdk KUNLUN_HOME=/path/with/xre {INSTALL} "
-                "(or GDN_BACKEND=xpu-twin for the host twin)",
+                "get": "GDN_BACKEND=xpu XPU_TOOLKIT=/path/to/xtdk KUNLUN_HOME=/path/with/xre "
+                f"{INSTALL} (or GDN_BACKEND=xpu-twin for the host twin)",
             }
         )
     return notes
