@@ -8,6 +8,8 @@ index tensors longer than the batch.
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import torch
 from torch import Tensor
 
@@ -61,7 +63,7 @@ def check_given(op: str, **tensors: Tensor | None) -> None:
             raise ValueError(f"{op}: {name}: expected a tensor, got None")
 
 
-def refuse(op: str, name: str, value, advice: str):
+def refuse(op: str, name: str, value, advice: str) -> NoReturn:
     raise NotImplementedError(f"{op}: {name}={value!r} is not supported: {advice}")
 
 

@@ -167,19 +167,36 @@ def fused_sigmoid_gating_delta_rule_update(
         )  # fmt: skip
     if intermediate_states_buffer is None or intermediate_state_indices is None:
         refuse(op, "disable_state_update", True, "the states after each token need a buffer")
-    states, pitch = _rows_of(op, intermediate_states_buffer, initial_state_source)
-    first = intermediate_state_indices[:N].long() * pitch
+    tokens = (q, k, v, a.view(v.shape[:3]), b.view(v.shape[:3]), A_log, dt_bias)
+    return _verify(
+        op, tokens, initial_state_source, indices, cu_seqlens, scale, use_qk_l2norm_in_kernel,
+        intermediate_states_buffer, intermediate_state_indices[:N],
+    )  # fmt: skip
+
+
+def _verify(
+    op: str,
+    tokens: tuple[Tensor, ...],
+    pool: Tensor,
+    indices: Tensor,
+    cu_seqlens: Tensor | None,
+    scale: float | None,
+    qk_l2norm: bool,
+    buffer: Tensor,
+    buffer_indices: Tensor,
+) -> Tensor:
+    """:func:`gdn_ops.recurrent_gated` that only reads the pool: the buffer is the pool of the call,
+    in which each sequence has a row a token."""
+    states, pitch = _rows_of(op, buffer, pool)
+    first = buffer_indices.long() * pitch
     live = indices >= 0
-    columns = torch.arange(intermediate_states_buffer.shape[1], device=first.device)
+    columns = torch.arange(buffer.shape[1], device=first.device)
     rows = torch.where(live[:, None], first[:, None] + columns, PAD_SLOT_ID)
     # The row that receives the state after the first token holds the initial one until then.
     starts = _Rows(states, first, live)
-    starts.write(initial_state_source.index_select(0, indices.clamp(min=0)))
+    starts.write(pool.index_select(0, indices.clamp(min=0)))
     try:
-        return _recurrent_gated(
-            q, k, v, a.view(v.shape[:3]), b.view(v.shape[:3]), A_log, dt_bias, states, rows, None,
-            cu_seqlens, None, scale, use_qk_l2norm_in_kernel,
-        )  # fmt: skip
+        return _recurrent_gated(*tokens, states, rows, None, cu_seqlens, None, scale, qk_l2norm)
     except RuntimeError:
         starts.restore()
         raise

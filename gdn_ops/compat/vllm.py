@@ -16,6 +16,8 @@ that point at it, and negative ones, are padding.
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import torch
 from torch import Tensor
 
@@ -58,6 +60,12 @@ _NO_BLOCK_ALIGNED_STATES = (
     "states at block boundaries inside a call are not kept (mamba_cache_mode 'all'); serve with "
     "mamba_cache_mode 'none' or 'align'"
 )
+
+
+def _refuse_no_pool(op: str) -> NoReturn:
+    raise ValueError(
+        f"{op}: initial_state: expected the pool to write into (inplace_final_state=True), got None"
+    )
 
 
 def fused_recurrent_gated_delta_rule(
@@ -104,10 +112,7 @@ def fused_recurrent_gated_delta_rule(
             num_accepted_tokens, use_qk_l2norm_in_kernel,
         )  # fmt: skip
     if initial_state is None:
-        raise ValueError(
-            "fused_recurrent_gated_delta_rule: initial_state: expected the pool to write into "
-            "(inplace_final_state=True), got None"
-        )
+        _refuse_no_pool("fused_recurrent_gated_delta_rule")
     if ssm_state_indices is None:
         o = _recurrent(
             q, k, v, g, beta, initial_state, None, None, cu_seqlens, num_accepted_tokens, scale,
@@ -206,10 +211,7 @@ def fused_sigmoid_gating_delta_rule_update(
             num_accepted_tokens, use_qk_l2norm_in_kernel,
         )  # fmt: skip
     if initial_state is None:
-        raise ValueError(
-            f"{op}: initial_state: expected the pool to write into (inplace_final_state=True), "
-            "got None"
-        )
+        _refuse_no_pool(op)
     if ssm_state_indices is None:
         o = _recurrent_gated(
             q, k, v, a.view(v.shape[:3]), b.view(v.shape[:3]), A_log, dt_bias, initial_state, None,
