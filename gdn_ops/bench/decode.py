@@ -60,6 +60,17 @@ class Step:
         )  # fmt: skip
 
     @property
+    def front(self) -> tuple[Tensor | None, ...]:
+        """What conv_gating takes before the pool."""
+        mixed, _, b, a = self.projected.split([self.C, self.HV * V, self.HV, self.HV], -1)
+        return mixed, a, b, self.conv_weight, None, self.A_log, self.dt_bias
+
+    @property
+    def z(self) -> Tensor:
+        """The gate of the norm, where it lies in the projection."""
+        return self.projected[..., self.C : self.C + self.HV * V]
+
+    @property
     def bytes(self) -> int:
         tensors = (
             self.projected, self.conv_weight, self.A_log, self.dt_bias, self.norm_weight,
@@ -69,91 +80,89 @@ class Step:
         return out + nbytes(*tensors)
 
 
-def case_rows(heads: tuple[int, int], B: int, state_dtype: torch.dtype, options: Options):
-    H, HV = heads
-    x = Step(B, H, HV, torch.bfloat16, options.seed)
-    size = B * HV * V * K * torch.empty((), dtype=state_dtype).element_size()
-    gen = generator(options.seed)
-    first = (0.05 * torch.randn(B, HV, V, K, generator=gen)).to(state_dtype)
-    pools = buffers(size, lambda _: first.clone(), hot=False)
-    mixed, z, b, a = x.projected.split([x.C, HV * V, HV, HV], -1)
-    q, k, v, g, beta, _ = (
-        t.to(x.projected.dtype) if i < 3 else t
-        for i, t in enumerate(
-            reference.conv_gating(
-                mixed, a, b, x.conv_weight, None, x.A_log, x.dt_bias, x.conv_state, H, K, x.rows
-            )
-        )
-    )
-    g, beta = g.float(), beta.float()
+def fused(x: Step, pools: list[Tensor]) -> Candidate:
+    """The one call."""
 
-    def fused(i: int) -> Tensor:
+    def call(i: int) -> Tensor:
         return x.decode(ops.decode.default, x.conv_state, pools[i])
 
-    def chain(i: int) -> Tensor:
-        parts = ops.conv_gating.default(
-            mixed, a, b, x.conv_weight, None, x.A_log, x.dt_bias, x.conv_state, H, K, x.rows
-        )
-        o = ops.recurrent.default(*parts, pools[i], x.rows, None, None, None, None, True)
-        gate = z.contiguous().unflatten(-1, (HV, V))
-        return ops.gated_rms_norm.default(o, gate, x.norm_weight).flatten(-2)
-
-    def alone(i: int) -> Tensor:
-        return ops.recurrent.default(
-            q, k, v, g, beta, pools[i], x.rows, None, None, None, None, True
-        )
-
-    def check_fused() -> float:
+    def check() -> float:
         want, want_conv, want_state = x.decode(
             reference.decode, x.conv_state.clone(), pools[0].clone()
         )
-        y = fused(0)
-        of_y, of_state = TOLERANCE[torch.bfloat16], TOLERANCE[state_dtype]
+        y = call(0)
+        of_y, of_state = TOLERANCE[y.dtype], TOLERANCE[pools[0].dtype]
         if not y.is_cpu:  # its launches hand each other q, k, v and o rounded
             of_y = of_state = tuple(ROUNDED_FACTOR**2 * t for t in of_y)
         return max(
             scaled_error(y, want, *of_y),
-            scaled_error(x.conv_state, want_conv, *TOLERANCE[torch.bfloat16]),
+            scaled_error(x.conv_state, want_conv, *TOLERANCE[x.conv_state.dtype]),
             scaled_error(pools[0], want_state, *of_state),
         )
 
-    def check_chain() -> float:
+    return Candidate("decode", call, check)
+
+
+def alone(x: Step, pools: list[Tensor]) -> Candidate:
+    """The recurrence, on what the convolution and the gates would give it."""
+    *parts, _ = reference.conv_gating(*x.front, x.conv_state, x.H, K, x.rows)
+    q, k, v = (t.to(x.projected.dtype) for t in parts[:3])
+    inputs = (q, k, v, *(t.float() for t in parts[3:]))
+
+    def call(i: int) -> Tensor:
+        return ops.recurrent.default(*inputs, pools[i], x.rows, None, None, None, None, True)
+
+    def check() -> float:
+        want, want_state = reference.recurrent(*inputs, pools[0].clone(), x.rows, qk_l2norm=True)
+        o = call(0)
+        return max(
+            scaled_error(o, want, *TOLERANCE[o.dtype]),
+            scaled_error(pools[0], want_state, *TOLERANCE[pools[0].dtype]),
+        )
+
+    return Candidate("recurrent alone", call, check, note="q, k, v and gates ready")
+
+
+def chain(x: Step, pools: list[Tensor]) -> Candidate:
+    """The ops that the one call replaces."""
+    front, z = x.front, x.z
+
+    def call(i: int) -> Tensor:
+        parts = ops.conv_gating.default(*front, x.conv_state, x.H, K, x.rows)
+        o = ops.recurrent.default(*parts, pools[i], x.rows, None, None, None, None, True)
+        gate = z.contiguous().unflatten(-1, (x.HV, V))
+        return ops.gated_rms_norm.default(o, gate, x.norm_weight).flatten(-2)
+
+    def check() -> float:
         # Separate ops round q, k, v and o to bfloat16, and the state sees that: each is judged by
         # what it was given. (Against the fused oracle the largest of B * HV * V errors would grow
         # with the batch, whatever the tolerance.)
         before = x.conv_state.clone()
-        args = (mixed, a, b, x.conv_weight, None, x.A_log, x.dt_bias)
-        parts = ops.conv_gating.default(*args, before.clone(), H, K, x.rows)
-        *want_parts, want_conv = reference.conv_gating(*args, before, H, K, x.rows)
+        parts = ops.conv_gating.default(*front, before.clone(), x.H, K, x.rows)
+        *want_parts, want_conv = reference.conv_gating(*front, before, x.H, K, x.rows)
         want_o, want_state = reference.recurrent(*parts, pools[0].clone(), x.rows, qk_l2norm=True)
-        gate = z.unflatten(-1, (HV, V))
-        want = reference.gated_rms_norm(want_o.to(z.dtype), gate, x.norm_weight).flatten(-2)
-        y = chain(0)
-        return max(
-            *(
-                scaled_error(part, want_part, *TOLERANCE[part.dtype])
-                for part, want_part in zip(parts, want_parts, strict=True)
-            ),
-            scaled_error(x.conv_state, want_conv, *TOLERANCE[torch.bfloat16]),
-            scaled_error(pools[0], want_state, *TOLERANCE[state_dtype]),
-            scaled_error(y, want, *TOLERANCE[torch.bfloat16]),
-        )
+        gate = z.unflatten(-1, (x.HV, V))
+        want = reference.gated_rms_norm(want_o.to(gate.dtype), gate, x.norm_weight).flatten(-2)
+        y = call(0)
+        pairs = (
+            *zip(parts, want_parts, strict=True),
+            (x.conv_state, want_conv), (pools[0], want_state), (y, want),
+        )  # fmt: skip
+        return max(scaled_error(got, expected, *TOLERANCE[got.dtype]) for got, expected in pairs)
 
-    def check_alone() -> float:
-        want, want_state = reference.recurrent(
-            q, k, v, g, beta, pools[0].clone(), x.rows, qk_l2norm=True
-        )
-        o = alone(0)
-        return max(
-            scaled_error(o, want, *TOLERANCE[torch.bfloat16]),
-            scaled_error(pools[0], want_state, *TOLERANCE[state_dtype]),
-        )
+    return Candidate("conv_gating, recurrent, norm", call, check)
 
-    candidates = [
-        Candidate("decode", fused, check_fused),
-        Candidate("recurrent alone", alone, check_alone, note="q, k, v and gates ready"),
-        Candidate("conv_gating, recurrent, norm", chain, check_chain),
-    ]
+
+def case_rows(
+    heads: tuple[int, int], B: int, state_dtype: torch.dtype, options: Options
+) -> list[dict]:
+    H, HV = heads
+    x = Step(B, H, HV, torch.bfloat16, options.seed)
+    size = B * HV * V * K * state_dtype.itemsize
+    gen = generator(options.seed)
+    first = (0.05 * torch.randn(B, HV, V, K, generator=gen)).to(state_dtype)
+    pools = buffers(size, lambda _: first.clone(), hot=False)
+    candidates = [fused(x, pools), alone(x, pools), chain(x, pools)]
     case = {
         "family": "decode", "op": "decode", "heads": f"{H}/{HV}", "batch": B, "tokens": 1,
         "dtype": "bf16", "state": SHORT[state_dtype], "mode": "rotated",

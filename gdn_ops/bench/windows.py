@@ -6,6 +6,9 @@ in the proportion of a long run.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -20,6 +23,7 @@ from gdn_ops.bench._timing import (
     generator,
     keep_freed_memory,
     measure,
+    nbytes,
 )
 from gdn_ops.bench.recurrent import HEADS, Inputs, K, V, fill_pool
 
@@ -53,114 +57,138 @@ def bytes_per_token(
     return base * (1 + 1 / calls) + entry * (read / calls + T)
 
 
-def make_windows(
-    B: int,
-    H: int,
-    HV: int,
-    dtype: torch.dtype,
-    count: int,
-    full: bool,
-    T: int,
-    seed: int,
-    R: int = R,
-):
-    gen = generator(seed)
-    result = []
-    for i in range(count):
-        w = windows.allocate(B, H, HV, K, V, R, update_dtype=dtype, key_dtype=dtype)
-        w.k.copy_(reference.l2norm(torch.randn(w.k.shape, generator=gen)))
-        w.u.copy_(torch.randn(w.u.shape, generator=gen) * 0.3)
-        w.g.fill_(-0.3)
-        calls = (torch.arange(B) + i) % (R // T)
-        w.fill.copy_(torch.full((B,), R) if full else calls * T | (T - 1) << 8)
-        result.append(w)
-    return result
+class Windowed(NamedTuple):
+    """One case: what its candidates share."""
+
+    x: Inputs
+    pools: list[Tensor]  # B * T states each where the plain op keeps one a draft, else B
+    R: int
+    T: int
+    rows_checked: list[int]
+
+    @property
+    def tokens(self) -> tuple[Tensor, ...]:
+        x = self.x
+        return x.q, x.k, x.v, x.g, x.beta
+
+    @property
+    def accepted(self) -> Tensor | None:
+        """Speculative calls: every draft of the call before."""
+        B = self.x.rows.shape[0]
+        return torch.full((B,), self.T, dtype=torch.int32) if self.T > 1 else None
+
+    def some(self, tensors: Iterable[Tensor]) -> list[Tensor]:
+        return [t[self.rows_checked] for t in tensors]
+
+    def error(self, o: Tensor, want: Tensor) -> float:
+        return scaled_error(o[self.rows_checked], want, *TOLERANCE[o.dtype])
+
+    def windows(self, dtype: torch.dtype, full: bool, seed: int) -> list[windows.Window]:
+        """One for each pool; they start at every fill level in turn, or full."""
+        B, R, T = self.x.rows.shape[0], self.R, self.T
+        H, HV = self.x.q.shape[2], self.x.v.shape[2]
+        gen = generator(seed)
+        result = []
+        for i in range(len(self.pools)):
+            w = windows.allocate(B, H, HV, K, V, R, update_dtype=dtype, key_dtype=dtype)
+            w.k.copy_(reference.l2norm(torch.randn(w.k.shape, generator=gen)))
+            w.u.copy_(torch.randn(w.u.shape, generator=gen) * 0.3)
+            w.g.fill_(-0.3)
+            calls = (torch.arange(B) + i) % (R // T)
+            w.fill.copy_(torch.full((B,), R) if full else calls * T | (T - 1) << 8)
+            result.append(w)
+        return result
 
 
-def check_rows(got: Tensor, want: Tensor) -> float:
-    return scaled_error(got, want, *TOLERANCE[got.dtype])
+def full_state(c: Windowed) -> Candidate:
+    """The op without windows: the state is written with every token."""
+    op = torch.ops.gdn.recurrent.default
+    tokens, accepted, T = c.tokens, c.accepted, c.T
+    B = c.x.rows.shape[0]
+    table = torch.arange(B * T, dtype=torch.int32).view(B, T) if T > 1 else c.x.rows
+
+    def call(i: int) -> Tensor:
+        return op(*tokens, c.pools[i], table, None, None, accepted, None, True)
+
+    def check() -> float:
+        state = c.pools[0][[row * T + T - 1 for row in c.rows_checked]]
+        want, _ = reference.recurrent(*c.some(tokens), state, qk_l2norm=True)
+        return c.error(call(0), want)
+
+    moved = nbytes(c.pools[0]) // T * (1 + T)
+    return Candidate("recurrent", call, check, fields={"state_bytes": moved})
+
+
+def buffered(c: Windowed, seed: int) -> Candidate:
+    op = torch.ops.gdn.recurrent_buffered.default
+    tokens, accepted, rows = c.tokens, c.accepted, c.x.rows
+    B, dtype = rows.shape[0], c.pools[0].dtype
+    pending = c.windows(dtype, False, seed)
+
+    def call(i: int) -> Tensor:
+        base = c.pools[i][:B]
+        return op(*tokens, base, *pending[i], rows, None, None, accepted, None, True)
+
+    def check() -> float:
+        base = c.pools[0][c.rows_checked]
+        window = c.some(pending[0])
+        want, *_ = reference.recurrent_buffered(*c.some(tokens), base, *window, qk_l2norm=True)
+        return c.error(call(0), want)
+
+    return _candidate(f"recurrent_buffered R={c.R}", call, check, c, dtype)
+
+
+def lowrank(c: Windowed, seed: int) -> Candidate:
+    op = torch.ops.gdn.recurrent_lowrank.default
+    tokens, rows = c.tokens, c.x.rows
+    ring = c.windows(torch.float32, True, seed)
+
+    def call(i: int) -> Tensor:
+        return op(*tokens, *ring[i], rows, None, None, None, None, True)
+
+    def check() -> float:
+        want, _ = reference.recurrent_lowrank(*c.some(tokens), *c.some(ring[0]), qk_l2norm=True)
+        return c.error(call(0), want)
+
+    return _candidate(f"recurrent_lowrank R={c.R}", call, check, c, None)
+
+
+def _candidate(
+    name: str,
+    call: Callable[[int], Tensor],
+    check: Callable[[], float],
+    c: Windowed,
+    state: torch.dtype | None,
+) -> Candidate:
+    """With the bytes of its own form; entries are in the dtype of the state, f32 without one."""
+    B, H, HV = c.x.rows.shape[0], c.x.q.shape[2], c.x.v.shape[2]
+    entry = state or torch.float32
+    moved = round(B * bytes_per_token(H, HV, state, c.R, entry, entry, c.T))
+    fields = {"state_bytes": moved}
+    return Candidate(name, call, check, bytes=moved + c.x.bytes, fields=fields)
 
 
 def case_rows(
-    heads, B: int, dtype: torch.dtype, T: int, options: Options, R: int = R
+    heads: tuple[int, int], B: int, dtype: torch.dtype, T: int, options: Options, R: int = R
 ) -> list[dict]:
     H, HV = heads
-    x = Inputs(B, H, HV, torch.bfloat16, options.seed, T)
-    size = B * HV * V * K * dtype.itemsize
-    states = T if T > 1 else 1  # the plain op keeps one state a draft
+    shape = (B * T, HV, V, K)  # the plain op keeps one state a draft
     pools = buffers(
-        size * states, lambda i: fill_pool((B * states, HV, V, K), dtype, options.seed + i), False
+        B * T * HV * V * K * dtype.itemsize,
+        lambda i: fill_pool(shape, dtype, options.seed + i),
+        False,
     )
-    n = len(pools)
-    buffered = make_windows(B, H, HV, dtype, n, False, T, options.seed, R)
-    rows = x.rows
-    table = torch.arange(B * T, dtype=torch.int32).view(B, T) if T > 1 else rows
-    accepted = torch.full((B,), T, dtype=torch.int32) if T > 1 else None
-    plain = torch.ops.gdn.recurrent.default
-    exact = torch.ops.gdn.recurrent_buffered.default
-    low = torch.ops.gdn.recurrent_lowrank.default
-    inputs = (x.q, x.k, x.v, x.g, x.beta)
-    some = sorted({0, B // 2, B - 1})
-
-    def call_plain(i):
-        return plain(*inputs, pools[i], table, None, None, accepted, None, True)
-
-    def call_buffered(i):
-        return exact(*inputs, pools[i][:B], *buffered[i], rows, None, None, accepted, None, True)
-
-    def check_plain():
-        source = [r * T + T - 1 for r in some] if T > 1 else some
-        want, _ = reference.recurrent(*(y[some] for y in inputs), pools[0][source], qk_l2norm=True)
-        return check_rows(call_plain(0)[some], want)
-
-    def check_buffered():
-        window = [y[some] for y in buffered[0]]
-        want, *_ = reference.recurrent_buffered(
-            *(y[some] for y in inputs), pools[0][some], *window, qk_l2norm=True
-        )
-        return check_rows(call_buffered(0)[some], want)
-
-    f32 = torch.float32
-    buffered_bytes = round(B * bytes_per_token(H, HV, dtype, R, dtype, dtype, T))
-    plain_bytes = size * (1 + states)
-    candidates = [
-        Candidate("recurrent", call_plain, check_plain, fields={"state_bytes": plain_bytes}),
-        Candidate(
-            f"recurrent_buffered R={R}",
-            call_buffered,
-            check_buffered,
-            bytes=buffered_bytes + x.bytes,
-            fields={"state_bytes": buffered_bytes},
-        ),
-    ]
-    if T == 1 and dtype == f32:
-        ring = make_windows(B, H, HV, f32, n, True, 1, options.seed, R)
-
-        def call_low(i):
-            return low(*inputs, *ring[i], rows, None, None, None, None, True)
-
-        def check_low():
-            window = [y[some] for y in ring[0]]
-            want, _ = reference.recurrent_lowrank(
-                *(y[some] for y in inputs), *window, qk_l2norm=True
-            )
-            return check_rows(call_low(0)[some], want)
-
-        low_bytes = round(B * bytes_per_token(H, HV, None, R, f32, f32))
-        candidates.append(
-            Candidate(
-                f"recurrent_lowrank R={R}",
-                call_low,
-                check_low,
-                bytes=low_bytes + x.bytes,
-                fields={"state_bytes": low_bytes},
-            )
-        )
+    x = Inputs(B, H, HV, torch.bfloat16, options.seed, T)
+    c = Windowed(x, pools, R, T, sorted({0, B // 2, B - 1}))
+    candidates = [full_state(c), buffered(c, options.seed)]
+    if T == 1 and dtype == torch.float32:
+        candidates.append(lowrank(c, options.seed))
     case = {
         "family": "windows", "op": "decode" if T == 1 else "speculative", "heads": f"{H}/{HV}",
         "batch": B, "tokens": T, "dtype": "bf16", "state": SHORT[dtype], "mode": "rotated",
     }  # fmt: skip
-    return measure(case, candidates, pools, plain_bytes + x.bytes, options)
+    must_move = candidates[0].fields["state_bytes"] + x.bytes
+    return measure(case, candidates, pools, must_move, options)
 
 
 def run(options: Options) -> list[dict]:
