@@ -16,7 +16,7 @@ KERNELS = sorted(p for p in (ROOT / "csrc").glob("*/kernels/*") if p.suffix != "
 # of each backend (in csrc/xpu also chunk.cpp, whose matrix products are torch's), and the device
 # hooks of a backend that torch does not know.
 TORCH_FACING = re.compile(
-    r"csrc/(ops|checks|in_place|autograd|chunk_aten|linear_aten|paged|typed_op)\.(cpp|h)$"
+    r"csrc/(ops|call_forms|checks|in_place|autograd|chunk_aten|linear_aten|paged|typed_op)\.(cpp|h)$"
     r"|csrc/\w+/(ops|torch_device)\.cpp$"
     r"|csrc/xpu/(chunk\.cpp|glue\.h)$"
 )

@@ -5,6 +5,7 @@
 
 #include <cstring>
 
+#include "../call_forms.h"
 #include "../checks.h"
 #include "../chunk_aten.h"
 #include "../index.h"
@@ -56,25 +57,6 @@ Tensor run_recurrent(const char* op, const Tensor& q, const Tensor& k, const Ten
   a.fast = fast_products();
   kernels().recurrent(a, threads());
   return out;
-}
-
-Tensor recurrent(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g,
-                 const Tensor& beta, Tensor& state, const OptTensor& state_indices,
-                 const OptTensor& has_initial_state, const OptTensor& cu_seqlens,
-                 const OptTensor& num_accepted, std::optional<double> scale, bool qk_l2norm) {
-  return run_recurrent("recurrent", q, k, v, {g, beta}, state,
-                       {state_indices, has_initial_state, cu_seqlens, num_accepted}, scale,
-                       qk_l2norm);
-}
-
-Tensor recurrent_gated(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& a,
-                       const Tensor& b, const Tensor& A_log, const Tensor& dt_bias, Tensor& state,
-                       const OptTensor& state_indices, const OptTensor& has_initial_state,
-                       const OptTensor& cu_seqlens, const OptTensor& num_accepted,
-                       std::optional<double> scale, bool qk_l2norm) {
-  return run_recurrent("recurrent_gated", q, k, v, {a, b, &A_log, &dt_bias}, state,
-                       {state_indices, has_initial_state, cu_seqlens, num_accepted}, scale,
-                       qk_l2norm);
 }
 
 std::tuple<Tensor, Tensor> gating(const Tensor& a, const Tensor& b, const Tensor& A_log,
@@ -172,28 +154,6 @@ Tensor linear(const Tensor& x, const Tensor& weight) {
   return y;
 }
 
-Tensor decode(const Tensor& projected, const Tensor& conv_weight, const OptTensor& conv_bias,
-              const Tensor& A_log, const Tensor& dt_bias, const Tensor& norm_weight,
-              Tensor& conv_state, Tensor& state, int64_t num_k_heads, int64_t head_k_dim,
-              const OptTensor& state_indices, const OptTensor& has_initial_state,
-              const OptTensor& cu_seqlens, const OptTensor& num_accepted,
-              std::optional<double> scale, bool qk_l2norm, double eps,
-              const std::string& activation, bool conv_leading) {
-  DecodeArgs d = decode_args(
-      "decode",
-      {projected, conv_weight, conv_bias, A_log, dt_bias, norm_weight, conv_state, &state, nullptr},
-      num_k_heads, head_k_dim, {state_indices, has_initial_state, cu_seqlens, num_accepted}, scale,
-      qk_l2norm, eps, activation, conv_leading);
-  check_values("decode", d.recurrent.seqs, kDecodeTokens);
-  check_conv_values("decode", d.front.conv);
-  const RecurrentArgs& r = d.recurrent;
-  Tensor y = fresh({projected.size(0), projected.size(1), r.HV * r.V}, projected);
-  d.recurrent.out = view_of(y, r.V);
-  d.recurrent.fast = fast_products();
-  kernels().decode(d, threads());
-  return y;
-}
-
 void sweep(Tensor& x) {
   TORCH_CHECK(x.is_contiguous(), "sweep: x: expected a contiguous tensor, got strides ",
               x.strides());
@@ -204,35 +164,14 @@ void sweep(Tensor& x) {
 }
 
 Tensor run_window(const char* op, const Tensor& q, const Tensor& k, const Tensor& v,
-                  const Tensor& g, const Tensor& beta, const Tensor* state,
-                  const WindowTensors& window, const SeqTensors& seq, std::optional<double> scale,
-                  bool qk_l2norm) {
-  RecurrentArgs a = recurrent_args(op, q, k, v, {g, beta}, state, &window, seq, scale, qk_l2norm);
+                  const GateTensors& gates, const Tensor* state, const WindowTensors& window,
+                  const SeqTensors& seq, std::optional<double> scale, bool qk_l2norm) {
+  RecurrentArgs a = recurrent_args(op, q, k, v, gates, state, &window, seq, scale, qk_l2norm);
   check_window_values(op, a.seqs, a.window, state != nullptr, state ? a.window.R : INT64_MAX);
   Tensor out = fresh(v.sizes(), v);
   a.out = view_of(out, a.V);
   kernels().recurrent_window(a, threads());
   return out;
-}
-
-Tensor recurrent_buffered(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g,
-                          const Tensor& beta, Tensor& state, Tensor& win_k, Tensor& win_u,
-                          Tensor& win_g, Tensor& win_fill, const OptTensor& state_indices,
-                          const OptTensor& has_initial_state, const OptTensor& cu_seqlens,
-                          const OptTensor& num_accepted, std::optional<double> scale,
-                          bool qk_l2norm) {
-  return run_window("recurrent_buffered", q, k, v, g, beta, &state, {win_k, win_u, win_g, win_fill},
-                    {state_indices, has_initial_state, cu_seqlens, num_accepted}, scale, qk_l2norm);
-}
-
-Tensor recurrent_lowrank(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g,
-                         const Tensor& beta, Tensor& win_k, Tensor& win_u, Tensor& win_g,
-                         Tensor& win_fill, const OptTensor& state_indices,
-                         const OptTensor& has_initial_state, const OptTensor& cu_seqlens,
-                         const OptTensor& num_accepted, std::optional<double> scale,
-                         bool qk_l2norm) {
-  return run_window("recurrent_lowrank", q, k, v, g, beta, nullptr, {win_k, win_u, win_g, win_fill},
-                    {state_indices, has_initial_state, cu_seqlens, num_accepted}, scale, qk_l2norm);
 }
 
 void empty_windows(const RecurrentArgs& a) {
@@ -257,54 +196,28 @@ void window_reset(Tensor& win_fill, const OptTensor& state_indices) {
   empty_windows(a);
 }
 
-Tensor run_decode_window(const char* op, const DecodeTensors& t, int64_t num_k_heads,
-                         int64_t head_k_dim, const SeqTensors& seq, std::optional<double> scale,
-                         bool qk_l2norm, double eps, const std::string& activation,
-                         bool conv_leading) {
+Tensor run_decode(const char* op, const DecodeTensors& t, int64_t num_k_heads, int64_t head_k_dim,
+                  const SeqTensors& seq, std::optional<double> scale, bool qk_l2norm, double eps,
+                  const std::string& activation, bool conv_leading) {
   DecodeArgs d = decode_args(op, t, num_k_heads, head_k_dim, seq, scale, qk_l2norm, eps, activation,
                              conv_leading);
-  const Window& w = d.recurrent.window;
-  check_window_values(op, d.recurrent.seqs, w, t.state != nullptr,
-                      t.state ? std::min<int64_t>(w.R, kDecodeTokens) : kDecodeTokens);
+  RecurrentArgs& r = d.recurrent;
+  if (t.window) {
+    check_window_values(op, r.seqs, r.window, t.state != nullptr,
+                        t.state ? std::min<int64_t>(r.window.R, kDecodeTokens) : kDecodeTokens);
+  } else {
+    check_values(op, r.seqs, kDecodeTokens);
+  }
   check_conv_values(op, d.front.conv);
-  const RecurrentArgs& r = d.recurrent;
   Tensor y = fresh({t.projected.size(0), t.projected.size(1), r.HV * r.V}, t.projected);
-  d.recurrent.out = view_of(y, r.V);
-  kernels().decode_window(d, threads());
+  r.out = view_of(y, r.V);
+  if (t.window) {
+    kernels().decode_window(d, threads());
+  } else {
+    r.fast = fast_products();
+    kernels().decode(d, threads());
+  }
   return y;
-}
-
-Tensor decode_buffered(const Tensor& projected, const Tensor& conv_weight,
-                       const OptTensor& conv_bias, const Tensor& A_log, const Tensor& dt_bias,
-                       const Tensor& norm_weight, Tensor& conv_state, Tensor& state, Tensor& win_k,
-                       Tensor& win_u, Tensor& win_g, Tensor& win_fill, int64_t num_k_heads,
-                       int64_t head_k_dim, const OptTensor& state_indices,
-                       const OptTensor& has_initial_state, const OptTensor& cu_seqlens,
-                       const OptTensor& num_accepted, std::optional<double> scale, bool qk_l2norm,
-                       double eps, const std::string& activation, bool conv_leading) {
-  const WindowTensors window{win_k, win_u, win_g, win_fill};
-  return run_decode_window(
-      "decode_buffered",
-      {projected, conv_weight, conv_bias, A_log, dt_bias, norm_weight, conv_state, &state, &window},
-      num_k_heads, head_k_dim, {state_indices, has_initial_state, cu_seqlens, num_accepted}, scale,
-      qk_l2norm, eps, activation, conv_leading);
-}
-
-Tensor decode_lowrank(const Tensor& projected, const Tensor& conv_weight,
-                      const OptTensor& conv_bias, const Tensor& A_log, const Tensor& dt_bias,
-                      const Tensor& norm_weight, Tensor& conv_state, Tensor& win_k, Tensor& win_u,
-                      Tensor& win_g, Tensor& win_fill, int64_t num_k_heads, int64_t head_k_dim,
-                      const OptTensor& state_indices, const OptTensor& has_initial_state,
-                      const OptTensor& cu_seqlens, const OptTensor& num_accepted,
-                      std::optional<double> scale, bool qk_l2norm, double eps,
-                      const std::string& activation, bool conv_leading) {
-  const WindowTensors window{win_k, win_u, win_g, win_fill};
-  return run_decode_window("decode_lowrank",
-                           {projected, conv_weight, conv_bias, A_log, dt_bias, norm_weight,
-                            conv_state, nullptr, &window},
-                           num_k_heads, head_k_dim,
-                           {state_indices, has_initial_state, cu_seqlens, num_accepted}, scale,
-                           qk_l2norm, eps, activation, conv_leading);
 }
 
 std::tuple<Tensor, Tensor> chunk(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g,
@@ -358,41 +271,20 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> chunk_backward(
   return {dq, dk, dv, dg, dbeta, dstate};
 }
 
-Tensor chunk_prefill(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g,
-                     const Tensor& beta, Tensor& state, const OptTensor& read_indices,
-                     const OptTensor& write_indices, const OptTensor& has_initial_state,
-                     const OptTensor& cu_seqlens, const OptTensor& edge_rows,
-                     std::optional<double> scale, bool qk_l2norm, int64_t chunk_size) {
-  const OptTensor none;
-  ChunkArgs a = chunk_args("chunk_prefill", q, k, v, g, beta,
-                           {none, &state, read_indices, write_indices, has_initial_state,
-                            cu_seqlens, edge_rows, nullptr},
-                           scale, qk_l2norm, chunk_size);
-  check_values("chunk_prefill", a.seqs, INT64_MAX, "read_indices");
-  check_chunk_values("chunk_prefill", a);
+Tensor run_chunk(const char* op, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g,
+                 const Tensor& beta, const ChunkTensors& t, std::optional<double> scale,
+                 bool qk_l2norm, int64_t chunk_size) {
+  ChunkArgs a = chunk_args(op, q, k, v, g, beta, t, scale, qk_l2norm, chunk_size);
+  if (t.window) {
+    check_window_values(op, a.seqs, a.window, false);
+  } else {
+    check_values(op, a.seqs, INT64_MAX, "read_indices");
+    check_chunk_values(op, a);
+  }
   Tensor out = fresh(v.sizes(), v);
   a.out = view_of(out, a.V);
   a.fast = fast_chunks();
-  kernels().chunk(a, threads());
-  return out;
-}
-
-Tensor chunk_lowrank(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g,
-                     const Tensor& beta, Tensor& win_k, Tensor& win_u, Tensor& win_g,
-                     Tensor& win_fill, const OptTensor& state_indices,
-                     const OptTensor& has_initial_state, const OptTensor& cu_seqlens,
-                     std::optional<double> scale, bool qk_l2norm, int64_t chunk_size) {
-  const OptTensor none;
-  const WindowTensors window{win_k, win_u, win_g, win_fill};
-  ChunkArgs a =
-      chunk_args("chunk_lowrank", q, k, v, g, beta,
-                 {none, nullptr, state_indices, none, has_initial_state, cu_seqlens, none, &window},
-                 scale, qk_l2norm, chunk_size);
-  check_window_values("chunk_lowrank", a.seqs, a.window, false);
-  Tensor out = fresh(v.sizes(), v);
-  a.out = view_of(out, a.V);
-  a.fast = fast_chunks();
-  kernels().chunk_lowrank(a, threads());
+  (t.window ? kernels().chunk_lowrank : kernels().chunk)(a, threads());
   return out;
 }
 
@@ -419,25 +311,20 @@ std::vector<std::string> cpu_isas() {
 }  // namespace
 
 TORCH_LIBRARY_IMPL(gdn, CPU, m) {
-  m.impl("recurrent", &recurrent);
-  m.impl("recurrent_gated", &recurrent_gated);
+  forms::implement_recurrent<run_recurrent>(m);
+  forms::implement_window<run_window>(m);
+  forms::implement_chunk_pools<run_chunk>(m);
+  forms::implement_decode<run_decode>(m);
   m.impl("gating", &gating);
   m.impl("short_conv", &short_conv);
   m.impl("conv1d", &conv1d);
   m.impl("conv_gating", &conv_gating);
   m.impl("gated_rms_norm", &gated_rms_norm);
   m.impl("linear", &linear);
-  m.impl("decode", &decode);
   m.impl("sweep", &sweep);
-  m.impl("recurrent_buffered", &recurrent_buffered);
-  m.impl("recurrent_lowrank", &recurrent_lowrank);
   m.impl("window_flush", &window_flush);
   m.impl("window_reset", &window_reset);
-  m.impl("decode_buffered", &decode_buffered);
-  m.impl("decode_lowrank", &decode_lowrank);
   m.impl("chunk", &chunk);
-  m.impl("chunk_prefill", &chunk_prefill);
-  m.impl("chunk_lowrank", &chunk_lowrank);
   m.impl("chunk_backward", &chunk_backward);
 }
 

@@ -9,6 +9,7 @@
 #include <c10/cuda/CUDAStream.h>
 #include <torch/library.h>
 
+#include "../call_forms.h"
 #include "../checks.h"
 #include "../chunk_aten.h"
 #include "kernels/kernels.h"
@@ -35,26 +36,6 @@ Tensor run_recurrent(const char* op, const Tensor& q, const Tensor& k, const Ten
   return out;
 }
 
-Tensor recurrent_op(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g,
-                    const Tensor& beta, Tensor& state, const OptTensor& state_indices,
-                    const OptTensor& has_initial_state, const OptTensor& cu_seqlens,
-                    const OptTensor& num_accepted, std::optional<double> scale, bool qk_l2norm) {
-  return run_recurrent("recurrent", q, k, v, {g, beta}, state,
-                       {state_indices, has_initial_state, cu_seqlens, num_accepted}, scale,
-                       qk_l2norm);
-}
-
-Tensor recurrent_gated_op(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& a,
-                          const Tensor& b, const Tensor& A_log, const Tensor& dt_bias,
-                          Tensor& state, const OptTensor& state_indices,
-                          const OptTensor& has_initial_state, const OptTensor& cu_seqlens,
-                          const OptTensor& num_accepted, std::optional<double> scale,
-                          bool qk_l2norm) {
-  return run_recurrent("recurrent_gated", q, k, v, {a, b, &A_log, &dt_bias}, state,
-                       {state_indices, has_initial_state, cu_seqlens, num_accepted}, scale,
-                       qk_l2norm);
-}
-
 Tensor scratch(const Tensor& like, size_t bytes) {
   return at::empty({static_cast<int64_t>(bytes)}, like.options().dtype(at::kByte));
 }
@@ -72,28 +53,6 @@ Tensor run_window(const char* op, const Tensor& q, const Tensor& k, const Tensor
   call.workspace = memory.data_ptr();
   launched(op, recurrent_window(a, call, stream()));
   return out;
-}
-
-Tensor recurrent_buffered_op(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g,
-                             const Tensor& beta, Tensor& state, Tensor& win_k, Tensor& win_u,
-                             Tensor& win_g, Tensor& win_fill, const OptTensor& state_indices,
-                             const OptTensor& has_initial_state, const OptTensor& cu_seqlens,
-                             const OptTensor& num_accepted, std::optional<double> scale,
-                             bool qk_l2norm) {
-  return run_window("recurrent_buffered", q, k, v, {g, beta}, &state,
-                    {win_k, win_u, win_g, win_fill},
-                    {state_indices, has_initial_state, cu_seqlens, num_accepted}, scale, qk_l2norm);
-}
-
-Tensor recurrent_lowrank_op(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g,
-                            const Tensor& beta, Tensor& win_k, Tensor& win_u, Tensor& win_g,
-                            Tensor& win_fill, const OptTensor& state_indices,
-                            const OptTensor& has_initial_state, const OptTensor& cu_seqlens,
-                            const OptTensor& num_accepted, std::optional<double> scale,
-                            bool qk_l2norm) {
-  return run_window("recurrent_lowrank", q, k, v, {g, beta}, nullptr,
-                    {win_k, win_u, win_g, win_fill},
-                    {state_indices, has_initial_state, cu_seqlens, num_accepted}, scale, qk_l2norm);
 }
 
 void window_flush_op(Tensor& state, Tensor& win_k, Tensor& win_u, Tensor& win_g, Tensor& win_fill,
@@ -116,7 +75,7 @@ void window_reset_op(Tensor& win_fill, const OptTensor& state_indices) {
   launched(op, window_reset(a, stream()));
 }
 
-void run_chunk(const char* op, ChunkArgs& a, Tensor& out) {
+void launch_chunk(const char* op, ChunkArgs& a, Tensor& out) {
   a.out = view_of(out, a.V);
   const Tensor memory = scratch(out, chunk_workspace(a));
   launched(op, chunk(a, memory.data_ptr(), stream()));
@@ -139,42 +98,17 @@ std::tuple<Tensor, Tensor> chunk_op(const Tensor& q, const Tensor& k, const Tens
   Tensor out = new_output(v, v.sizes());
   Tensor final_state = at::empty({a.seqs.N, a.HV, a.V, a.K}, v.options().dtype(at::kFloat));
   a.write = states_of(final_state);
-  run_chunk("chunk", a, out);
+  launch_chunk("chunk", a, out);
   return {out, final_state};
 }
 
-Tensor chunk_prefill_op(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g,
-                        const Tensor& beta, Tensor& state, const OptTensor& read_indices,
-                        const OptTensor& write_indices, const OptTensor& has_initial_state,
-                        const OptTensor& cu_seqlens, const OptTensor& edge_rows,
-                        std::optional<double> scale, bool qk_l2norm, int64_t chunk_size) {
-  const char* op = "chunk_prefill";
-  const OptTensor none;
-  ChunkArgs a = chunk_args(op, q, k, v, g, beta,
-                           {none, &state, read_indices, write_indices, has_initial_state,
-                            cu_seqlens, edge_rows, nullptr},
-                           scale, qk_l2norm, chunk_size);
+Tensor run_chunk(const char* op, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g,
+                 const Tensor& beta, const ChunkTensors& t, std::optional<double> scale,
+                 bool qk_l2norm, int64_t chunk_size) {
+  ChunkArgs a = chunk_args(op, q, k, v, g, beta, t, scale, qk_l2norm, chunk_size);
   const c10::cuda::CUDAGuard guard(q.device());
   Tensor out = new_output(v, v.sizes());
-  run_chunk(op, a, out);
-  return out;
-}
-
-Tensor chunk_lowrank_op(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g,
-                        const Tensor& beta, Tensor& win_k, Tensor& win_u, Tensor& win_g,
-                        Tensor& win_fill, const OptTensor& state_indices,
-                        const OptTensor& has_initial_state, const OptTensor& cu_seqlens,
-                        std::optional<double> scale, bool qk_l2norm, int64_t chunk_size) {
-  const char* op = "chunk_lowrank";
-  const OptTensor none;
-  const WindowTensors window{win_k, win_u, win_g, win_fill};
-  ChunkArgs a =
-      chunk_args(op, q, k, v, g, beta,
-                 {none, nullptr, state_indices, none, has_initial_state, cu_seqlens, none, &window},
-                 scale, qk_l2norm, chunk_size);
-  const c10::cuda::CUDAGuard guard(q.device());
-  Tensor out = new_output(v, v.sizes());
-  run_chunk(op, a, out);
+  launch_chunk(op, a, out);
   return out;
 }
 
@@ -356,75 +290,22 @@ Tensor run_decode(const char* op, const DecodeTensors& t, int64_t num_k_heads, i
   return y;
 }
 
-Tensor decode_op(const Tensor& projected, const Tensor& conv_weight, const OptTensor& conv_bias,
-                 const Tensor& A_log, const Tensor& dt_bias, const Tensor& norm_weight,
-                 Tensor& conv_state, Tensor& state, int64_t num_k_heads, int64_t head_k_dim,
-                 const OptTensor& state_indices, const OptTensor& has_initial_state,
-                 const OptTensor& cu_seqlens, const OptTensor& num_accepted,
-                 std::optional<double> scale, bool qk_l2norm, double eps,
-                 const std::string& activation, bool conv_leading) {
-  return run_decode(
-      "decode",
-      {projected, conv_weight, conv_bias, A_log, dt_bias, norm_weight, conv_state, &state, nullptr},
-      num_k_heads, head_k_dim, {state_indices, has_initial_state, cu_seqlens, num_accepted}, scale,
-      qk_l2norm, eps, activation, conv_leading);
-}
-
-Tensor decode_buffered_op(const Tensor& projected, const Tensor& conv_weight,
-                          const OptTensor& conv_bias, const Tensor& A_log, const Tensor& dt_bias,
-                          const Tensor& norm_weight, Tensor& conv_state, Tensor& state,
-                          Tensor& win_k, Tensor& win_u, Tensor& win_g, Tensor& win_fill,
-                          int64_t num_k_heads, int64_t head_k_dim, const OptTensor& state_indices,
-                          const OptTensor& has_initial_state, const OptTensor& cu_seqlens,
-                          const OptTensor& num_accepted, std::optional<double> scale,
-                          bool qk_l2norm, double eps, const std::string& activation,
-                          bool conv_leading) {
-  const WindowTensors window{win_k, win_u, win_g, win_fill};
-  return run_decode(
-      "decode_buffered",
-      {projected, conv_weight, conv_bias, A_log, dt_bias, norm_weight, conv_state, &state, &window},
-      num_k_heads, head_k_dim, {state_indices, has_initial_state, cu_seqlens, num_accepted}, scale,
-      qk_l2norm, eps, activation, conv_leading);
-}
-
-Tensor decode_lowrank_op(const Tensor& projected, const Tensor& conv_weight,
-                         const OptTensor& conv_bias, const Tensor& A_log, const Tensor& dt_bias,
-                         const Tensor& norm_weight, Tensor& conv_state, Tensor& win_k,
-                         Tensor& win_u, Tensor& win_g, Tensor& win_fill, int64_t num_k_heads,
-                         int64_t head_k_dim, const OptTensor& state_indices,
-                         const OptTensor& has_initial_state, const OptTensor& cu_seqlens,
-                         const OptTensor& num_accepted, std::optional<double> scale, bool qk_l2norm,
-                         double eps, const std::string& activation, bool conv_leading) {
-  const WindowTensors window{win_k, win_u, win_g, win_fill};
-  return run_decode("decode_lowrank",
-                    {projected, conv_weight, conv_bias, A_log, dt_bias, norm_weight, conv_state,
-                     nullptr, &window},
-                    num_k_heads, head_k_dim,
-                    {state_indices, has_initial_state, cu_seqlens, num_accepted}, scale, qk_l2norm,
-                    eps, activation, conv_leading);
-}
-
 }  // namespace
 
 TORCH_LIBRARY_IMPL(gdn, CUDA, m) {
-  m.impl("recurrent", &recurrent_op);
-  m.impl("recurrent_gated", &recurrent_gated_op);
-  m.impl("recurrent_buffered", &recurrent_buffered_op);
-  m.impl("recurrent_lowrank", &recurrent_lowrank_op);
+  forms::implement_recurrent<run_recurrent>(m);
+  forms::implement_window<run_window>(m);
+  forms::implement_chunk_pools<run_chunk>(m);
+  forms::implement_decode<run_decode>(m);
   m.impl("window_flush", &window_flush_op);
   m.impl("window_reset", &window_reset_op);
   m.impl("chunk", &chunk_op);
-  m.impl("chunk_prefill", &chunk_prefill_op);
-  m.impl("chunk_lowrank", &chunk_lowrank_op);
   m.impl("chunk_backward", &chunk_backward_op);
   m.impl("gating", &gating_op);
   m.impl("short_conv", &short_conv_op);
   m.impl("conv1d", &conv1d_op);
   m.impl("conv_gating", &conv_gating_op);
   m.impl("gated_rms_norm", &gated_rms_norm_op);
-  m.impl("decode", &decode_op);
-  m.impl("decode_buffered", &decode_buffered_op);
-  m.impl("decode_lowrank", &decode_lowrank_op);
 }
 
 }  // namespace gdn::cuda

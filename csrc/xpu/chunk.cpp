@@ -10,6 +10,7 @@
 
 #include <torch/library.h>
 
+#include "../call_forms.h"
 #include "glue.h"
 #include "kernels/launch.h"
 
@@ -466,38 +467,14 @@ std::tuple<Tensor, Tensor> chunk_op(const Tensor& q_in, const Tensor& k_in, cons
   return {out, final_state};
 }
 
-Tensor chunk_prefill_op(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const Tensor& g,
-                        const Tensor& beta, Tensor& state, const OptTensor& read_indices,
-                        const OptTensor& write_indices, const OptTensor& has_initial_state,
-                        const OptTensor& cu_seqlens, const OptTensor& edge_rows,
-                        std::optional<double> scale, bool qk_l2norm, int64_t chunk_size) {
+Tensor run_chunk(const char* op, const Tensor& q_in, const Tensor& k_in, const Tensor& v_in,
+                 const Tensor& g, const Tensor& beta, const ChunkTensors& t,
+                 std::optional<double> scale, bool qk_l2norm, int64_t chunk_size) {
   const Tensor q = dense_channels(q_in), k = dense_channels(k_in), v = dense_channels(v_in);
-  const OptTensor none;
-  ChunkArgs a = chunk_args("chunk_prefill", q, k, v, g, beta,
-                           {none, &state, read_indices, write_indices, has_initial_state,
-                            cu_seqlens, edge_rows, nullptr},
-                           scale, qk_l2norm, chunk_size);
-  Tensor out = token_output(v, v.sizes(), cu_seqlens);
+  ChunkArgs a = chunk_args(op, q, k, v, g, beta, t, scale, qk_l2norm, chunk_size);
+  Tensor out = token_output(v, v.sizes(), t.cu_seqlens);
   a.out = view_of(out, a.V);
-  chunked("chunk_prefill", a, v, g, beta);
-  return out;
-}
-
-Tensor chunk_lowrank_op(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const Tensor& g,
-                        const Tensor& beta, Tensor& win_k, Tensor& win_u, Tensor& win_g,
-                        Tensor& win_fill, const OptTensor& state_indices,
-                        const OptTensor& has_initial_state, const OptTensor& cu_seqlens,
-                        std::optional<double> scale, bool qk_l2norm, int64_t chunk_size) {
-  const Tensor q = dense_channels(q_in), k = dense_channels(k_in), v = dense_channels(v_in);
-  const OptTensor none;
-  const WindowTensors window{win_k, win_u, win_g, win_fill};
-  ChunkArgs a =
-      chunk_args("chunk_lowrank", q, k, v, g, beta,
-                 {none, nullptr, state_indices, none, has_initial_state, cu_seqlens, none, &window},
-                 scale, qk_l2norm, chunk_size);
-  Tensor out = token_output(v, v.sizes(), cu_seqlens);
-  a.out = view_of(out, a.V);
-  chunked("chunk_lowrank", a, v, g, beta);
+  chunked(op, a, v, g, beta);
   return out;
 }
 
@@ -507,7 +484,6 @@ Tensor chunk_lowrank_op(const Tensor& q_in, const Tensor& k_in, const Tensor& v_
 
 TORCH_LIBRARY_IMPL(gdn, GDN_XPU_KEY, m) {
   using namespace gdn::xpu;
+  gdn::forms::implement_chunk_pools<run_chunk>(m);
   m.impl("chunk", &chunk_op);
-  m.impl("chunk_prefill", &chunk_prefill_op);
-  m.impl("chunk_lowrank", &chunk_lowrank_op);
 }

@@ -68,7 +68,7 @@ class RowPool {
  public:
   // Points `pool`, the block's view of `state`, at rows. `state` may be null: no pool, nothing
   // done.
-  RowPool(at::Tensor* state, StatePool& pool) : given_(state) {
+  RowPool(const at::Tensor* state, StatePool& pool) : given_(state) {
     if (!state || pool.s_k == 1) return;
     TORCH_WARN_ONCE(
         "gdn_ops: a [P, HV, K, V] pool is copied around every call of an XPU op; allocate [P, HV, "
@@ -85,7 +85,7 @@ class RowPool {
   }
 
  private:
-  at::Tensor* given_;
+  const at::Tensor* given_;
   at::Tensor copy_;
 };
 

@@ -1,6 +1,7 @@
 // Torch glue of the XPU backend: outputs, argument blocks, launches, registration.
 #include <torch/library.h>
 
+#include "../call_forms.h"
 #include "glue.h"
 
 #if defined(GDN_XPU_TWIN)
@@ -26,57 +27,17 @@ Tensor run_recurrent(const char* op, const Tensor& q_in, const Tensor& k_in, con
   return o;
 }
 
-Tensor recurrent_op(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g,
-                    const Tensor& beta, Tensor& state, const OptTensor& state_indices,
-                    const OptTensor& has_initial_state, const OptTensor& cu_seqlens,
-                    const OptTensor& num_accepted, std::optional<double> scale, bool qk_l2norm) {
-  return run_recurrent("recurrent", q, k, v, {g, beta}, state,
-                       {state_indices, has_initial_state, cu_seqlens, num_accepted}, scale,
-                       qk_l2norm);
-}
-
-Tensor recurrent_gated_op(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& a,
-                          const Tensor& b, const Tensor& A_log, const Tensor& dt_bias,
-                          Tensor& state, const OptTensor& state_indices,
-                          const OptTensor& has_initial_state, const OptTensor& cu_seqlens,
-                          const OptTensor& num_accepted, std::optional<double> scale,
-                          bool qk_l2norm) {
-  return run_recurrent("recurrent_gated", q, k, v, {a, b, &A_log, &dt_bias}, state,
-                       {state_indices, has_initial_state, cu_seqlens, num_accepted}, scale,
-                       qk_l2norm);
-}
-
 Tensor run_window(const char* op, const Tensor& q_in, const Tensor& k_in, const Tensor& v_in,
-                  const Tensor& g, const Tensor& beta, Tensor* state, const WindowTensors& window,
+                  const GateTensors& gates, const Tensor* state, const WindowTensors& window,
                   const SeqTensors& seq, std::optional<double> scale, bool qk_l2norm) {
   const Tensor q = dense_channels(q_in), k = dense_channels(k_in), v = dense_channels(v_in);
-  RecurrentArgs a = recurrent_args(op, q, k, v, {g, beta}, state, &window, seq, scale, qk_l2norm);
+  RecurrentArgs a = recurrent_args(op, q, k, v, gates, state, &window, seq, scale, qk_l2norm);
   Tensor o = token_output(q, {q.size(0), q.size(1), a.HV, a.V}, seq.cu_seqlens);
   a.out = view_of(o, a.V);
   RowPool pool(state, a.state);
   launch(op, q, [&](void* stream) { recurrent_window(a, stream); });
   pool.put_back();
   return o;
-}
-
-Tensor recurrent_buffered_op(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g,
-                             const Tensor& beta, Tensor& state, Tensor& win_k, Tensor& win_u,
-                             Tensor& win_g, Tensor& win_fill, const OptTensor& state_indices,
-                             const OptTensor& has_initial_state, const OptTensor& cu_seqlens,
-                             const OptTensor& num_accepted, std::optional<double> scale,
-                             bool qk_l2norm) {
-  return run_window("recurrent_buffered", q, k, v, g, beta, &state, {win_k, win_u, win_g, win_fill},
-                    {state_indices, has_initial_state, cu_seqlens, num_accepted}, scale, qk_l2norm);
-}
-
-Tensor recurrent_lowrank_op(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g,
-                            const Tensor& beta, Tensor& win_k, Tensor& win_u, Tensor& win_g,
-                            Tensor& win_fill, const OptTensor& state_indices,
-                            const OptTensor& has_initial_state, const OptTensor& cu_seqlens,
-                            const OptTensor& num_accepted, std::optional<double> scale,
-                            bool qk_l2norm) {
-  return run_window("recurrent_lowrank", q, k, v, g, beta, nullptr, {win_k, win_u, win_g, win_fill},
-                    {state_indices, has_initial_state, cu_seqlens, num_accepted}, scale, qk_l2norm);
 }
 
 void window_flush_op(Tensor& state, Tensor& win_k, Tensor& win_u, Tensor& win_g, Tensor& win_fill,
@@ -181,7 +142,7 @@ Tensor even_tokens(const Tensor& t) {
 
 // Where the layer does not fit one launch: convolution and gates, then the recurrence or a window,
 // then the norm, through scratch of torch's own allocator.
-Tensor run_decode(const char* op, const DecodeTensors& given, Tensor* state, int64_t num_k_heads,
+Tensor run_decode(const char* op, const DecodeTensors& given, int64_t num_k_heads,
                   int64_t head_k_dim, const SeqTensors& seq, std::optional<double> scale,
                   bool qk_l2norm, double eps, const std::string& activation, bool conv_leading) {
   const Tensor x = even_tokens(dense_channels(given.projected)),
@@ -193,7 +154,7 @@ Tensor run_decode(const char* op, const DecodeTensors& given, Tensor* state, int
   DecodeArgs d = decode_args(op, t, num_k_heads, head_k_dim, seq, scale, qk_l2norm, eps, activation,
                              conv_leading);
   RecurrentArgs& r = d.recurrent;
-  RowPool pool(state, r.state);
+  RowPool pool(given.state, r.state);
   const int64_t B = x.size(0), T = x.size(1);
   if (decode_fits(d)) {
     Tensor y = new_output(x, {B, T, r.HV * r.V});
@@ -245,54 +206,6 @@ Tensor run_decode(const char* op, const DecodeTensors& given, Tensor* state, int
   return y;
 }
 
-Tensor decode_op(const Tensor& projected, const Tensor& conv_weight, const OptTensor& conv_bias,
-                 const Tensor& A_log, const Tensor& dt_bias, const Tensor& norm_weight,
-                 Tensor& conv_state, Tensor& state, int64_t num_k_heads, int64_t head_k_dim,
-                 const OptTensor& state_indices, const OptTensor& has_initial_state,
-                 const OptTensor& cu_seqlens, const OptTensor& num_accepted,
-                 std::optional<double> scale, bool qk_l2norm, double eps,
-                 const std::string& activation, bool conv_leading) {
-  return run_decode(
-      "decode",
-      {projected, conv_weight, conv_bias, A_log, dt_bias, norm_weight, conv_state, &state, nullptr},
-      &state, num_k_heads, head_k_dim, {state_indices, has_initial_state, cu_seqlens, num_accepted},
-      scale, qk_l2norm, eps, activation, conv_leading);
-}
-
-Tensor decode_buffered_op(const Tensor& projected, const Tensor& conv_weight,
-                          const OptTensor& conv_bias, const Tensor& A_log, const Tensor& dt_bias,
-                          const Tensor& norm_weight, Tensor& conv_state, Tensor& state,
-                          Tensor& win_k, Tensor& win_u, Tensor& win_g, Tensor& win_fill,
-                          int64_t num_k_heads, int64_t head_k_dim, const OptTensor& state_indices,
-                          const OptTensor& has_initial_state, const OptTensor& cu_seqlens,
-                          const OptTensor& num_accepted, std::optional<double> scale,
-                          bool qk_l2norm, double eps, const std::string& activation,
-                          bool conv_leading) {
-  const WindowTensors window{win_k, win_u, win_g, win_fill};
-  return run_decode(
-      "decode_buffered",
-      {projected, conv_weight, conv_bias, A_log, dt_bias, norm_weight, conv_state, &state, &window},
-      &state, num_k_heads, head_k_dim, {state_indices, has_initial_state, cu_seqlens, num_accepted},
-      scale, qk_l2norm, eps, activation, conv_leading);
-}
-
-Tensor decode_lowrank_op(const Tensor& projected, const Tensor& conv_weight,
-                         const OptTensor& conv_bias, const Tensor& A_log, const Tensor& dt_bias,
-                         const Tensor& norm_weight, Tensor& conv_state, Tensor& win_k,
-                         Tensor& win_u, Tensor& win_g, Tensor& win_fill, int64_t num_k_heads,
-                         int64_t head_k_dim, const OptTensor& state_indices,
-                         const OptTensor& has_initial_state, const OptTensor& cu_seqlens,
-                         const OptTensor& num_accepted, std::optional<double> scale, bool qk_l2norm,
-                         double eps, const std::string& activation, bool conv_leading) {
-  const WindowTensors window{win_k, win_u, win_g, win_fill};
-  return run_decode("decode_lowrank",
-                    {projected, conv_weight, conv_bias, A_log, dt_bias, norm_weight, conv_state,
-                     nullptr, &window},
-                    nullptr, num_k_heads, head_k_dim,
-                    {state_indices, has_initial_state, cu_seqlens, num_accepted}, scale, qk_l2norm,
-                    eps, activation, conv_leading);
-}
-
 #if defined(GDN_XPU_TWIN)
 std::string twin_report_op() { return twin::report_json(); }
 void twin_configure_op(std::string key, std::string value) { twin::configure(key, value); }
@@ -307,19 +220,15 @@ std::vector<std::string> twin_sites_op() { return twin::mutation_sites(); }
 
 TORCH_LIBRARY_IMPL(gdn, GDN_XPU_KEY, m) {
   using namespace gdn::xpu;
-  m.impl("recurrent", &recurrent_op);
-  m.impl("recurrent_gated", &recurrent_gated_op);
-  m.impl("recurrent_buffered", &recurrent_buffered_op);
-  m.impl("recurrent_lowrank", &recurrent_lowrank_op);
+  gdn::forms::implement_recurrent<run_recurrent>(m);
+  gdn::forms::implement_window<run_window>(m);
+  gdn::forms::implement_decode<run_decode>(m);
   m.impl("window_flush", &window_flush_op);
   m.impl("window_reset", &window_reset_op);
   m.impl("gating", &gating_op);
   m.impl("short_conv", &short_conv_op);
   m.impl("conv_gating", &conv_gating_op);
   m.impl("gated_rms_norm", &gated_rms_norm_op);
-  m.impl("decode", &decode_op);
-  m.impl("decode_buffered", &decode_buffered_op);
-  m.impl("decode_lowrank", &decode_lowrank_op);
 }
 
 #if defined(GDN_XPU_TWIN)
