@@ -409,32 +409,44 @@ __global__ void __launch_bounds__(VB, MIN_BLOCKS)
   // A warp touches its own 32 rows only.
   uint4* const tile = reinterpret_cast<uint4*>(shared) + warp * 32 * CH;
   const auto chunk_at = [&](int r, int c) -> uint4& { return tile[r * CH + (c ^ (r & 7))]; };
+  // Places 16 m and on, columns 16 s and on, as the tensor cores take them from a lane: chunk_at(16
+  // m + (lane & 15), 2 s + (lane >> 4)), in a form that is cheaper to work out than to keep.
+  const uint32_t first_row = shared_address(tile + (lane & 15) * CH);
+  const uint32_t first_chunk = ((lane >> 4) ^ (lane & 7)) * 16;
+  const auto matrices_at = [&](int m, int s) {
+    return first_row + m * 16 * CH * 16 + (first_chunk ^ (s * 32));
+  };
   const int warp_row = row0 + warp * 32;
   ST* home = static_cast<ST*>(a.state.ptr) + hv * a.state.s_h;
-  const auto copy_base = [&]() {
-    constexpr int STEP = CH < 32 ? 32 / CH : 1;   // rows that a copy of the warp covers
-    constexpr int PARTS = CH < 32 ? 1 : CH / 32;  // copies a row
+  // Every chunk of the warp that a lane moves: f(its bytes behind `tile`, its place behind `head`,
+  // the first of the head's rows). A warp moves whole rows one after another.
+  const auto each_chunk = [&](auto* head, const auto& f) {
+    constexpr int STEP = CH < 32 ? 32 / CH : 1;   // rows at once
+    constexpr int PARTS = CH < 32 ? 1 : CH / 32;  // chunks of a lane in a row
     const int r0 = lane / CH, c0 = lane % CH;
-    const ST* from = home + (warp_row + r0) * a.state.s_v + c0 * E;
+    auto* at = head + (warp_row + r0) * a.state.s_v + c0 * E;
     const int64_t step = STEP * a.state.s_v;
     // r0 < STEP, a power of two, and r a multiple of it: place and swizzle split in two.
-    const int p0 = row_of(r0);
-    const uint32_t to = shared_address(tile + p0 * CH), swizzled = (c0 ^ (p0 & 7)) * 16;
-    const auto copy = [&](int r) {
+    const int p0 = row_of(r0), swizzled = (c0 ^ (p0 & 7)) * 16;
+    const auto move = [&](int r) {
       const int p = row_of(r);
 #pragma unroll
       for (int part = 0; part < PARTS; part++) {
-        copy_async(to + (p * CH + part * 32) * 16 + (swizzled ^ ((p & 7) * 16)),
-                   from + 32 * part * E);
+        f(((p0 + p) * CH + part * 32) * 16 + (swizzled ^ ((p & 7) * 16)), at + 32 * part * E);
       }
-      from += step;
+      at += step;
     };
     if (warp_row + 32 <= V) {
 #pragma unroll
-      for (int r = 0; r < 32; r += STEP) copy(r);
+      for (int r = 0; r < 32; r += STEP) move(r);
     } else {
-      for (int r = 0; warp_row + r + r0 < V && r < 32; r += STEP) copy(r);
+      for (int r = 0; warp_row + r + r0 < V && r < 32; r += STEP) move(r);
     }
+  };
+  const auto copy_base = [&]() {
+    const uint32_t to = shared_address(tile);
+    each_chunk(static_cast<const ST*>(home),
+               [&](int at, const ST* from) { copy_async(to + at, from); });
   };
 
   const int R = ALONE ? static_cast<int>(w.R) : ws.R;
@@ -651,6 +663,7 @@ __global__ void __launch_bounds__(VB, MIN_BLOCKS)
   if (plan.fold) {
     const int folded = plan.pending;
     if constexpr (ALONE) {
+      if constexpr (Columns::k16Bit && Inner::kStaged) inner.drop_keys(folded);
       __syncthreads();
     } else {
       pw = ws.keys_of(n, h);
@@ -658,109 +671,106 @@ __global__ void __launch_bounds__(VB, MIN_BLOCKS)
     }
     const float whole = fold[R];
     if constexpr (Columns::k16Bit) {
-      // base [rows x K] = whole * base + (weights * u)^T [rows x entries] keys [entries x K].
-      // Column n of n-tile j of a block of 32 columns is column 4 n + j there: then a lane's
-      // operands are eight bytes of keys and a chunk of rows of the base.
-      bool exact_keys = w.k_dtype == TypeOf<ST>::value;
-      if constexpr (!kIsAny<KT>) exact_keys = TypeOf<KT>::value == TypeOf<ST>::value;
-      const auto weigh = [&](int e, float u) {
-        const float weight = e < folded ? fold[e] : 0.f;
-        return weight == 0.f ? 0.f : weight * u;
-      };
-      const auto u_of = [&](int e, int r) {
-        if (e >= folded || warp_row + r >= V) return 0.f;
-        return weigh(
-            e, one_to_float<UT>(load_one<UT>(pu, w.u_dtype, e * su + warp * 32 + r), w.u_dtype));
-      };
-      const auto rows_of = [&](int e0, int m, uint32_t (&big)[4], uint32_t (&small)[4]) {
-        uint32_t left[4];
-        if constexpr (kUpdateTiles) tile_u.left(m, left);
+      // base [rows x K] = whole * base + (weights * u)^T [rows x entries] keys [entries x K], 32
+      // columns at a time. A lane's pairs of neighbours are the accumulator's.
+      uint32_t big[2][4], small[2][4];
+      const auto weigh_updates = [&](int e0) {
+        float weight[4];  // of entries 2 * quad, + 1, + 8, + 9
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-          const int e = e0 + 2 * quad + (i & 2) * 4, r = m * 16 + group + (i & 1) * 8;
-          float x, y;
-          if constexpr (kUpdateTiles) {
-            const float2 u = unpack_pair<UT>(left[i]);
-            x = weigh(e, u.x);
-            y = weigh(e + 1, u.y);
-          } else {
-            x = u_of(e, r);
-            y = u_of(e + 1, r);
+          const int e = e0 + 2 * quad + (i & 1) + (i & 2) * 4;
+          weight[i] = e < folded ? fold[e] : 0.f;
+        }
+#pragma unroll
+        for (int m = 0; m < 2; m++) {
+          uint32_t left[4];
+          if constexpr (kUpdateTiles) tile_u.left(m, left);
+#pragma unroll
+          for (int i = 0; i < 4; i++) {
+            const float first = weight[i & 2], second = weight[(i & 2) + 1];
+            float2 u;
+            if constexpr (kUpdateTiles) {
+              // An update of weight zero is skipped, whatever it holds.
+              const uint32_t heavy =
+                  (first != 0.f ? 0xffffu : 0u) | (second != 0.f ? 0xffff0000u : 0u);
+              u = unpack_pair<UT>(left[i] & heavy);
+            } else {
+              const int e = e0 + 2 * quad + (i & 2) * 4, r = m * 16 + group + (i & 1) * 8;
+              const auto update = [&](int e, float weight) {
+                if (weight == 0.f || warp_row + r >= V) return 0.f;
+                return one_to_float<UT>(load_one<UT>(pu, w.u_dtype, e * su + warp * 32 + r),
+                                        w.u_dtype);
+              };
+              u = make_float2(update(e, first), update(e + 1, second));
+            }
+            uint32_t parts[2];
+            pack_parts<ST>(parts, first * u.x, second * u.y);
+            big[m][i] = parts[0];
+            small[m][i] = parts[1];
           }
-          big[i] = pack_pair<ST>(x, y);
-          small[i] = pack_pair<ST>(low_part<ST>(x), low_part<ST>(y));
         }
       };
-      uint32_t big[2][4], small[2][4];
-#pragma unroll
-      for (int m = 0; m < 2; m++) rows_of(0, m, big[m], small[m]);
+      weigh_updates(0);
       arrived();
       __syncwarp();
+      if (whole == 0.f) {  // skipped, whatever it holds
+        for (int i = lane; i < 32 * CH; i += 32) tile[i] = make_uint4(0, 0, 0, 0);
+        __syncwarp();
+      }
 #pragma unroll 1
       for (int block = 0; block < K / 32; block++) {
         float c[2][4][4];
-        const auto chunk_of = [&](int m, int half) -> uint4& {
-          return chunk_at(m * 16 + 8 * half + group, block * 4 + quad);
-        };
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-          const int m = i / 2, half = i % 2;
-          float f[8];
-          Vec<ST>::unpack(chunk_of(m, half), f);
+          const int m = i / 2, s = i % 2;
+          uint32_t base[4];
+          load_matrices(base, matrices_at(m, 2 * block + s));
 #pragma unroll
-          for (int j = 0; j < 8; j++) {
-            c[m][j % 4][2 * half + j / 4] = whole == 0.f ? 0.f : whole * f[j];
+          for (int x = 0; x < 4; x++) {
+            const float2 pair = unpack_pair<ST>(base[x]);
+            c[m][2 * s + x / 2][x % 2 * 2] = whole * pair.x;
+            c[m][2 * s + x / 2][x % 2 * 2 + 1] = whole * pair.y;
           }
         }
 #pragma unroll 1
         for (int e0 = 0; e0 < folded; e0 += 16) {
           if (folded > 16) {
             load_tile(e0, folded);
-#pragma unroll
-            for (int m = 0; m < 2; m++) rows_of(e0, m, big[m], small[m]);
+            weigh_updates(e0);
           }
-          Some<4> key[4];
+          uint32_t right[4][2], rest[4][2] = {}, any = 0;
+          if constexpr (Inner::kStaged) {
+            inner.right_keys(right, e0, block, lane);
+          } else {
 #pragma unroll
-          for (int i = 0; i < 4; i++) {
-            const int e = e0 + 2 * quad + (i & 1) + (i & 2) * 4;
-            key[i] = {};
-            if (e < folded) {
-              if constexpr (Inner::kStaged) {
-                const uint2 x = reinterpret_cast<const uint2*>(
-                    inner.piece(e, block * 4 + group / 2))[group & 1];
-                key[i].w[0] = x.x;
-                key[i].w[1] = x.y;
-              } else {
-                key[i] = load_some<KT, 4>(pw, w.k_dtype, e * key_step + block * 32 + group * 4);
+            for (int j = 0; j < 4; j++) {
+              uint32_t raw[4];
+#pragma unroll
+              for (int i = 0; i < 4; i++) {
+                const int e = e0 + 2 * quad + (i & 1) + (i & 2) * 4;
+                const int at = e * key_step + block * 32 + j * 8 + group;
+                raw[i] = e < folded ? load_one<KT>(pw, w.k_dtype, at) : 0;
               }
-            }
-          }
-          uint32_t rest[4][2] = {}, any = 0;
 #pragma unroll
-          for (int j = 0; j < 4; j++) {
-            uint32_t right[2];
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-              const Some<4>&first = key[2 * half], &second = key[2 * half + 1];
-              if (exact_keys) {
-                right[half] =
-                    __byte_perm(first.w[j / 2], second.w[j / 2], j & 1 ? 0x7632u : 0x5410u);
-              } else {
-                const float x = one_of_some<KT>(first, w.k_dtype, j);
-                const float y = one_of_some<KT>(second, w.k_dtype, j);
-                right[half] = pack_pair<ST>(x, y);
+              for (int half = 0; half < 2; half++) {
+                const float x = one_to_float<KT>(raw[2 * half], w.k_dtype);
+                const float y = one_to_float<KT>(raw[2 * half + 1], w.k_dtype);
+                right[j][half] = pack_pair<ST>(x, y);
                 rest[j][half] = pack_pair<ST>(low_part<ST>(x), low_part<ST>(y));
                 any |= rest[j][half];
               }
             }
+          }
+#pragma unroll
+          for (int j = 0; j < 4; j++) {
 #pragma unroll
             for (int m = 0; m < 2; m++) {
-              mma_16x8x16<ST>(c[m][j], big[m], right[0], right[1]);
-              mma_16x8x16<ST>(c[m][j], small[m], right[0], right[1]);
+              mma_16x8x16<ST>(c[m][j], big[m], right[j][0], right[j][1]);
+              mma_16x8x16<ST>(c[m][j], small[m], right[j][0], right[j][1]);
             }
           }
-          // A bf16 key as f16 leaves a rest only where it is very small.
-          if (!exact_keys && __any_sync(kFullMask, any & 0x7fff7fffu)) {
+          // What is left of keys of another type: of bf16 in f16 only where they are very small.
+          if (!Inner::kStaged && __any_sync(kFullMask, any & 0x7fff7fffu)) {
 #pragma unroll
             for (int j = 0; j < 4; j++) {
 #pragma unroll
@@ -772,23 +782,23 @@ __global__ void __launch_bounds__(VB, MIN_BLOCKS)
         }
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-          const int m = i / 2, half = i % 2;
-          float f[8];
+          const int m = i / 2, s = i % 2;
+          uint32_t base[4];
 #pragma unroll
-          for (int j = 0; j < 8; j++) f[j] = c[m][j % 4][2 * half + j / 4];
-          chunk_of(m, half) = Vec<ST>::pack(f);
+          for (int x = 0; x < 4; x++) {
+            const float (&pair)[4] = c[m][2 * s + x / 2];
+            base[x] = pack_pair<ST>(pair[x % 2 * 2], pair[x % 2 * 2 + 1]);
+          }
+          store_matrices(matrices_at(m, 2 * block + s), base);
         }
       }
       __syncwarp();
-      ST* const to =
+      ST* const head =
           static_cast<ST*>(a.state.ptr) + again(plan.row) * a.state.s_p + hv * a.state.s_h;
-#pragma unroll 4
-      for (int i = 0; i < CH; i++) {
-        const int p = (i * 32 + lane) / CH, c = (i * 32 + lane) % CH, r = row_of(p);
-        if (warp_row + r < V) {
-          store_evict_first(to + (warp_row + r) * a.state.s_v + c * E, chunk_at(p, c));
-        }
-      }
+      each_chunk(head, [&](int at, ST* to) {
+        store_evict_first(
+            to, *reinterpret_cast<const uint4*>(reinterpret_cast<const unsigned char*>(tile) + at));
+      });
     } else {
       // STEP entries at a time: a lane keeps their keys at its columns and walks down the rows,
       // which come in as many parts as there is room for.
@@ -964,8 +974,6 @@ __global__ void __launch_bounds__(VB, MIN_BLOCKS)
       if constexpr (Columns::k16Bit) {
         const ST* const column = reinterpret_cast<const ST*>(columns) +
                                  (group < NV ? group : 0) * Columns::kPitch + 2 * quad;
-        const uint32_t first_row = shared_address(tile + (lane & 15) * CH);
-        const uint32_t first_chunk = ((lane >> 4) ^ (lane & 7)) * 16;
         // Two sums each, of every other step where there is no second part: a product waits for
         // the one before it.
         float c[2][2][4] = {};
@@ -984,9 +992,7 @@ __global__ void __launch_bounds__(VB, MIN_BLOCKS)
 #pragma unroll
           for (int m = 0; m < 2; m++) {
             uint32_t rows[4];
-            // chunk_at(m * 16 + (lane & 15), 2 * s + (lane >> 4)), in a form that is cheaper to
-            // work out than to keep.
-            load_matrices(rows, first_row + m * 16 * CH * 16 + (first_chunk ^ (s * 32)));
+            load_matrices(rows, matrices_at(m, s));
             mma_16x8x16<ST>(c[m][ALONE ? s & 1 : 0], rows, b0, b1);
             if (!ALONE) mma_16x8x16<ST>(c[m][1], rows, low0, low1);
           }

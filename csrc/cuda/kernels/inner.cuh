@@ -143,6 +143,28 @@ struct InnerProducts {
     if (key && quad < TG) rest_of(warp, NV + group / 2)[quad] = make_float2(c[0], c[1]);
   }
 
+  // Keys of 16 bits as the right operand of a fold: entries e0 and on, columns 8 `block` and on of
+  // each warp's 32. Register pairs are its n-tiles.
+  __device__ __forceinline__ void right_keys(uint32_t (&right)[4][2], int e0, int block,
+                                             int lane) const {
+    const int row = lane & 15;
+    const uint32_t at =
+        shared_address(entries + e0 / 16 * kTileBytes + block * kWarpBytes + row * 64);
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      uint32_t r[4];
+      load_transposed(r, at + (((2 * i + (lane >> 4)) ^ row / 2) & 3) * 16);
+      right[2 * i][0] = r[0];
+      right[2 * i][1] = r[1];
+      right[2 * i + 1][0] = r[2];
+      right[2 * i + 1][1] = r[3];
+    }
+  }
+  // The first eight keys were asked for before anybody knew how many hold: the others become zero.
+  __device__ __forceinline__ void drop_keys(int count) const {
+    if (group >= count) *piece(group, warp * 4 + quad) = make_uint4(0, 0, 0, 0);
+  }
+
   __device__ __forceinline__ float2 entry(int e, int t) const {
     return total(sums_of(0, e) + t, kWarpBytes / 8);
   }
@@ -203,10 +225,13 @@ struct InnerProducts {
   }
 };
 
-// What brings a token into the range of f16, where the base has that type.
+// What brings a token into the range of f16, where the base has that type: a power of two, from
+// half the exponent of its sum of squares.
 template <class ST>
 __device__ __forceinline__ PowerOfTwo column_scale(float sum_sq) {
-  return TypeOf<ST>::value == DType::f16 ? PowerOfTwo(sqrtf(sum_sq), 8) : PowerOfTwo();
+  if constexpr (TypeOf<ST>::value != DType::f16) return PowerOfTwo();
+  const uint32_t exponent = ((__float_as_uint(sum_sq) >> 23) + 127) / 2;
+  return PowerOfTwo(__uint_as_float(exponent << 23), 8);
 }
 
 // A token as the products with the base take it, and its key as the window keeps it; by one warp.

@@ -65,6 +65,22 @@ __device__ __forceinline__ uint32_t transpose_matrix(uint32_t x) {
   return y;
 }
 
+// Stores four 8 x 8 matrices as load_matrices reads them, from the same addresses.
+__device__ __forceinline__ void store_matrices(uint32_t address, const uint32_t (&r)[4]) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address),
+               "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+               : "memory");
+#else
+  const int lane = threadIdx.x & 31;
+#pragma unroll
+  for (int m = 0; m < 4; m++) {
+    const uint32_t row = __shfl_sync(kFullMask, address, 8 * m + (lane >> 2));
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(row + (lane & 3) * 4), "r"(r[m]) : "memory");
+  }
+#endif
+}
+
 // Stores the transposes of four 8 x 8 matrices held as above; address(l): the 16 bytes of row l % 8
 // of transposed matrix l / 8.
 template <class Address>
