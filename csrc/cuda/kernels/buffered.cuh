@@ -607,12 +607,10 @@ __global__ void __launch_bounds__(VB, MIN_BLOCKS)
     inner.ask_keys(keys, key_step, R, 0, 0);
     if (!Inner::kStaged) inner.ask_keys(keys, key_step, R, 0, 1);
     TokenWeights<ST, AT, KT, K, WARPS, TG> own_weights;
-    TokenColumns<ST, AT, KT, K, TG> own;
     inner.ask_tokens(a, b, plan.start, h, T);
     if (token < T) {
       own_weights.ask_decays(w, plan, hv, lane);
       own_weights.ask_gates(a.gates, b, plan.start, hv, T, lane);
-      own.ask(a, b, plan.start + token, h, lane);
     }
     if (counter) counts = word;
     __syncthreads();
@@ -638,15 +636,14 @@ __global__ void __launch_bounds__(VB, MIN_BLOCKS)
     if (token < T) own_weights.weigh(fold, a, plan, token, lane);
     if (Inner::kStaged) wait_copies<1>();
     inner.multiply(keys, key_step, count);
+    if (!kScalesColumns<ST, AT>) inner.template write_columns<ST>(columns);
     __syncthreads();
-    if (Inner::kRounds) {
-      inner.multiply_own(a.l2norm);
-      __syncthreads();
-    }
+    if (kScalesColumns<ST, AT>) inner.template write_columns<ST>(columns);
+    const bool keeps = !plan.fold && row0 == 0 && hv == h * grid.ratio.divisor;
+    inner.finish_keys(keeps ? keys + count * key_step : nullptr, key_step, T, a.l2norm);
+    if (Inner::kRounds) __syncthreads();
     if (token < T) {
       const TokenFactors f = inner.factors(token, a.l2norm);
-      const bool keeps = !plan.fold && row0 == 0 && hv == h * grid.ratio.divisor;
-      own.write(columns, keeps ? keys + (count + token) * key_step : nullptr, f, token, lane);
       own_weights.write(inner, f, const_cast<float4*>(record), a, plan, hv, row0 == 0, token, lane);
     }
   } else {
@@ -880,8 +877,9 @@ __global__ void __launch_bounds__(VB, MIN_BLOCKS)
         }
       }
     }
-    // Read again rather than held all the while: a value that is spilled is waited for at once.
-    if (ALONE) load_v(0, T);
+    // Beside a f32 base read again rather than held all the while: a value that is spilled is waited
+    // for at once.
+    if (ALONE && sizeof(ST) == 4) load_v(0, T);
     // No entries are left; saying so keeps registers from being held for them up there.
     if constexpr (kUpdateTiles) {
       tile_u.clear();
@@ -972,29 +970,27 @@ __global__ void __launch_bounds__(VB, MIN_BLOCKS)
     };
     if (kUpdateTiles || !plan.fresh) {
       if constexpr (Columns::k16Bit) {
-        const ST* const column = reinterpret_cast<const ST*>(columns) +
-                                 (group < NV ? group : 0) * Columns::kPitch + 2 * quad;
+        const int column = lane & 7, low = NV * Columns::kPitch * 2;
+        const uint32_t column_at = shared_address(reinterpret_cast<const ST*>(columns) +
+                                                  (column < NV ? column : 0) * Columns::kPitch) +
+                                   (lane >> 3) * 16;
         // Two sums each, of every other step where there is no second part: a product waits for
         // the one before it.
         float c[2][2][4] = {};
 #pragma unroll
-        for (int s = 0; s < K / 16; s++) {
-          const auto word = [&](int offset) {
-            return *reinterpret_cast<const uint32_t*>(column + 16 * s + offset);
-          };
-          constexpr int low = NV * Columns::kPitch;
-          const uint32_t b0 = word(0), b1 = word(8);
-          uint32_t low0 = 0, low1 = 0;
-          if (!ALONE) {
-            low0 = word(low);
-            low1 = word(low + 8);
-          }
+        for (int s0 = 0; s0 < K / 16; s0 += 2) {
+          uint32_t high[4], rest[4];
+          load_matrices(high, column_at + s0 * 32);
+          if (!ALONE) load_matrices(rest, column_at + s0 * 32 + low);
 #pragma unroll
-          for (int m = 0; m < 2; m++) {
-            uint32_t rows[4];
-            load_matrices(rows, matrices_at(m, s));
-            mma_16x8x16<ST>(c[m][ALONE ? s & 1 : 0], rows, b0, b1);
-            if (!ALONE) mma_16x8x16<ST>(c[m][1], rows, low0, low1);
+          for (int i = 0; i < 2; i++) {
+#pragma unroll
+            for (int m = 0; m < 2; m++) {
+              uint32_t rows[4];
+              load_matrices(rows, matrices_at(m, s0 + i));
+              mma_16x8x16<ST>(c[m][ALONE ? i : 0], rows, high[2 * i], high[2 * i + 1]);
+              if (!ALONE) mma_16x8x16<ST>(c[m][1], rows, rest[2 * i], rest[2 * i + 1]);
+            }
           }
         }
 #pragma unroll

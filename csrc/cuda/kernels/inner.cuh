@@ -27,6 +27,17 @@ struct WindowColumns {
   static constexpr int kFloats = kMma ? 2 * TG * kPitch : 2 * K;
 };
 
+// What brings a token of a wider range into that of a f16 base: a power of two, from half the
+// exponent of its sum of squares.
+template <class ST, class AT>
+constexpr bool kScalesColumns = TypeOf<ST>::value == DType::f16 && TypeOf<AT>::value != DType::f16;
+template <class ST, class AT>
+__device__ __forceinline__ PowerOfTwo column_scale(float sum_sq) {
+  if constexpr (!kScalesColumns<ST, AT>) return PowerOfTwo();
+  const uint32_t exponent = ((__float_as_uint(sum_sq) >> 23) + 127) / 2;
+  return PowerOfTwo(__uint_as_float(exponent << 23), 8);
+}
+
 // A token's normalising factors, and k.q after them.
 struct TokenFactors {
   float rk, rq, kq, kk, qq;
@@ -127,20 +138,65 @@ struct InnerProducts {
     multiply_16(c, tokens, make_uint4(0, 0, 0, 0));
     if (group < NV && quad < TG) rest_of(warp, group)[quad] = make_float2(c[0], c[1]);
   }
-  __device__ __forceinline__ void multiply_own(bool l2norm) const {
+  // Tokens as the products with the base take them, a lane its own piece. Scaled ones only when the
+  // sums of all warps are there.
+  template <class ST>
+  __device__ __forceinline__ void write_columns(unsigned char* columns) const {
+    using Columns = WindowColumns<ST, K, TG>;
+    static_assert(
+        sizeof(ST) == 4 || TypeOf<AT>::value == DType::bf16 || TypeOf<ST>::value == DType::f16,
+        "bf16 columns do not hold f16 tokens");
+    if (group >= NV) return;
+    const int c = warp * 32 + quad * 8;
+    if constexpr (TypeOf<ST>::value == TypeOf<AT>::value) {
+      *reinterpret_cast<uint4*>(reinterpret_cast<ST*>(columns) + group * Columns::kPitch + c) =
+          tokens;
+    } else {
+      float x[8];
+      Vec<AT>::unpack(tokens, x);
+      if constexpr (Columns::k16Bit) {
+        const float2 sums = total(rest_of(0, group) + group / 2, kRows * TG);
+        const float by = column_scale<ST, AT>(group & 1 ? sums.y : sums.x).by;
+#pragma unroll
+        for (int e = 0; e < 8; e++) x[e] *= by;
+        *reinterpret_cast<uint4*>(reinterpret_cast<ST*>(columns) + group * Columns::kPitch + c) =
+            Vec<ST>::pack(x);
+      } else {
+#pragma unroll
+        for (int e = 0; e < 8; e += 4) {
+          float* const to =
+              reinterpret_cast<float*>(columns) +
+              (Columns::kMma ? group * Columns::kPitch + c + e : (c + e) * 2 + group * 4);
+          *reinterpret_cast<float4*>(to) = make_float4(x[e], x[e + 1], x[e + 2], x[e + 3]);
+        }
+      }
+    }
+  }
+  // Keys of the call's first `count` tokens as the window keeps them: into it where `to` says that
+  // this block does, `step` elements apart, and what later tokens of the call make of them.
+  __device__ __forceinline__ void finish_keys(KT* to, int step, int count, bool l2norm) const {
+    const bool key = group < 2 * count && group % 2 == 0;
     uint4 own = make_uint4(0, 0, 0, 0);
-    const bool key = group < NV && group % 2 == 0;
-    if (key) {
+    if (key && (kRounds || to)) {
       const float rk = factors(group / 2, l2norm).rk;
       float y[8];
       Vec<AT>::unpack(tokens, y);
 #pragma unroll
       for (int e = 0; e < 8; e++) y[e] *= rk;
-      own = Vec<KT>::pack(y);
+      KT* const at = to + group / 2 * step + warp * 32 + quad * 8;
+      if constexpr (kStaged) {
+        own = Vec<KT>::pack(y);
+        if (to) *reinterpret_cast<uint4*>(at) = own;
+      } else {
+        *reinterpret_cast<float4*>(at) = make_float4(y[0], y[1], y[2], y[3]);
+        *reinterpret_cast<float4*>(at + 4) = make_float4(y[4], y[5], y[6], y[7]);
+      }
     }
-    float c[4] = {0.f, 0.f, 0.f, 0.f};
-    multiply_keys(c, own, make_uint4(0, 0, 0, 0));
-    if (key && quad < TG) rest_of(warp, NV + group / 2)[quad] = make_float2(c[0], c[1]);
+    if constexpr (kRounds) {
+      float c[4] = {0.f, 0.f, 0.f, 0.f};
+      multiply_keys(c, own, make_uint4(0, 0, 0, 0));
+      if (key && quad < TG) rest_of(warp, NV + group / 2)[quad] = make_float2(c[0], c[1]);
+    }
   }
 
   // Keys of 16 bits as the right operand of a fold: entries e0 and on, columns 8 `block` and on of
@@ -225,63 +281,6 @@ struct InnerProducts {
   }
 };
 
-// What brings a token into the range of f16, where the base has that type: a power of two, from
-// half the exponent of its sum of squares.
-template <class ST>
-__device__ __forceinline__ PowerOfTwo column_scale(float sum_sq) {
-  if constexpr (TypeOf<ST>::value != DType::f16) return PowerOfTwo();
-  const uint32_t exponent = ((__float_as_uint(sum_sq) >> 23) + 127) / 2;
-  return PowerOfTwo(__uint_as_float(exponent << 23), 8);
-}
-
-// A token as the products with the base take it, and its key as the window keeps it; by one warp.
-template <class ST, class AT, class KT, int K, int TG>
-struct TokenColumns {
-  using Columns = WindowColumns<ST, K, TG>;
-  static constexpr DType kType = TypeOf<AT>::value;
-  static_assert(K == 128, "four columns a lane");
-  static_assert(sizeof(ST) == 4 || kType == DType::bf16 || TypeOf<ST>::value == DType::f16,
-                "bf16 columns do not hold f16 tokens");
-  Some<4> k, q;
-
-  __device__ __forceinline__ void ask(const RecurrentArgs& a, int64_t b, int64_t token, int h,
-                                      int lane) {
-    k = load_some<AT, 4>(static_cast<const AT*>(a.k.ptr) + offset_of(a.k, b, token, h), kType,
-                         lane * 4);
-    q = load_some<AT, 4>(static_cast<const AT*>(a.q.ptr) + offset_of(a.q, b, token, h), kType,
-                         lane * 4);
-  }
-  __device__ __forceinline__ void write(unsigned char* columns, KT* key, const TokenFactors& f,
-                                        int t, int lane) const {
-    float x[4], y[4];
-    some_to_float<AT, 4>(k, kType, x);
-    some_to_float<AT, 4>(q, kType, y);
-    if constexpr (Columns::k16Bit) {
-      ST* const to = reinterpret_cast<ST*>(columns) + 2 * t * Columns::kPitch + lane * 4;
-      const float by_k = column_scale<ST>(f.kk).by, by_q = column_scale<ST>(f.qq).by;
-      *reinterpret_cast<uint2*>(to) = make_uint2(pack_pair<ST>(x[0] * by_k, x[1] * by_k),
-                                                 pack_pair<ST>(x[2] * by_k, x[3] * by_k));
-      *reinterpret_cast<uint2*>(to + Columns::kPitch) = make_uint2(
-          pack_pair<ST>(y[0] * by_q, y[1] * by_q), pack_pair<ST>(y[2] * by_q, y[3] * by_q));
-    } else {
-      float* const to = reinterpret_cast<float*>(columns) +
-                        (Columns::kMma ? 2 * t * Columns::kPitch + lane * 4 : lane * 8);
-      *reinterpret_cast<float4*>(to) = make_float4(x[0], x[1], x[2], x[3]);
-      *reinterpret_cast<float4*>(to + (Columns::kMma ? Columns::kPitch : 4)) =
-          make_float4(y[0], y[1], y[2], y[3]);
-    }
-    if (!key) return;
-#pragma unroll
-    for (int j = 0; j < 4; j++) x[j] *= f.rk;
-    if constexpr (sizeof(KT) == 2) {
-      *reinterpret_cast<uint2*>(key + lane * 4) =
-          make_uint2(pack_pair<KT>(x[0], x[1]), pack_pair<KT>(x[2], x[3]));
-    } else {
-      *reinterpret_cast<float4*>(key + lane * 4) = make_float4(x[0], x[1], x[2], x[3]);
-    }
-  }
-};
-
 // What a warp works out for one token of a value head: the weights of the base and of each entry.
 template <class ST, class AT, class KT, int K, int WARPS, int TG>
 struct TokenWeights {
@@ -355,8 +354,8 @@ struct TokenWeights {
     // The call's own tokens, each an entry for those after it.
     if (TG > 1 && lane < t) put(count + lane, own, inner.own_entry(lane, t, a.l2norm));
     if (lane == t) {
-      record[t] = make_float4(base * (f.rk * column_scale<ST>(f.kk).back),
-                              base * (f.rq * column_scale<ST>(f.qq).back), f.kq, beta);
+      record[t] = make_float4(base * (f.rk * column_scale<ST, AT>(f.kk).back),
+                              base * (f.rq * column_scale<ST, AT>(f.qq).back), f.kq, beta);
       if (appends && !plan.fold) {
         // The first entry of a fresh sequence removes the base from every later weight.
         w.g[plan.row * w.sg_p + hv * w.sg_h + (count + t) * w.sg_r] =
