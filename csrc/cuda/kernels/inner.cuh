@@ -199,22 +199,13 @@ struct InnerProducts {
     }
   }
 
-  // Keys of 16 bits as the right operand of a fold: entries e0 and on, columns 8 `block` and on of
-  // each warp's 32. Register pairs are its n-tiles.
-  __device__ __forceinline__ void right_keys(uint32_t (&right)[4][2], int e0, int block,
+  // Keys of 16 bits as right operands of a fold: entries e0 and on, columns 16 s and on.
+  __device__ __forceinline__ void right_keys(uint32_t (&right)[2][2], int e0, int s,
                                              int lane) const {
-    const int row = lane & 15;
-    const uint32_t at =
-        shared_address(entries + e0 / 16 * kTileBytes + block * kWarpBytes + row * 64);
+    uint32_t r[4];
+    load_transposed(r, shared_address(piece(e0 + (lane & 15), 2 * s + (lane >> 4))));
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-      uint32_t r[4];
-      load_transposed(r, at + (((2 * i + (lane >> 4)) ^ row / 2) & 3) * 16);
-      right[2 * i][0] = r[0];
-      right[2 * i][1] = r[1];
-      right[2 * i + 1][0] = r[2];
-      right[2 * i + 1][1] = r[3];
-    }
+    for (int i = 0; i < 4; i++) right[i / 2][i % 2] = r[i];
   }
   // The first eight keys were asked for before anybody knew how many hold: the others become zero.
   __device__ __forceinline__ void drop_keys(int count) const {
