@@ -224,7 +224,7 @@ def buffered_case(table, bandwidth, shape, dtype, R, T, folds, win_dtype=None):
         return
     cycle = R // T
     steps = cycle if folds else cycle - 1
-    start = torch.arange(P, device="cuda", dtype=torch.int32) % cycle * T * folds
+    start = (torch.arange(P, device="cuda", dtype=torch.int32) % cycle + 1) * T * folds
     calls = [
         partial(ops.recurrent_buffered, *c.inputs, c.pool, *win, r, qk_l2norm=True)
         for _ in range(steps)
