@@ -260,14 +260,15 @@ struct BufferedBlock {
     return const_cast<char*>(element_of(w.u, w.u_dtype, row * w.su_p + hv * w.su_h + row0));
   }
 
+  // Threads past V and tokens past the last read others' values: never used, and no branch a load.
   __device__ __forceinline__ void load_v(int t0, int tokens) {
+    const int row = (live ? own_row : 0) * v_sd;
 #pragma unroll
     for (int t = 0; t < TG; t++) {
-      const int token = t0 + (t < tokens ? t : 0);
-      raw_v[t] = live ? load_one<AT>(pv, at, token * v_st + own_row * v_sd) : 0;
+      raw_v[t] = load_one<AT>(pv, at, (t0 + (t < tokens ? t : 0)) * v_st + row);
     }
   }
-  // Entries past the last are read as the last: never used, and no predicate a load.
+  // So are entries past the last.
   __device__ __forceinline__ void load_four(int e0, int to, int count) {
 #pragma unroll
     for (int i = 0; i < 4; i++) {

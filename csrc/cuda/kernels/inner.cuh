@@ -241,14 +241,16 @@ struct InnerProducts {
   __device__ __forceinline__ void multiply_keys(float (&c)[4], const uint4& low,
                                                 const uint4& high) const {
     if constexpr (TypeOf<KT>::value != TypeOf<AT>::value) {
-      float y[2][8];
-      Vec<f16>::unpack(low, y[0]);
-      Vec<f16>::unpack(high, y[1]);
-      const uint4 big[2] = {Vec<bf16>::pack(y[0]), Vec<bf16>::pack(y[1])};
+      // tf32 holds either exactly.
+      float x[8], y[2][8];
+      Vec<AT>::unpack(tokens, x);
+      Vec<KT>::unpack(low, y[0]);
+      Vec<KT>::unpack(high, y[1]);
 #pragma unroll
-      for (int i = 0; i < 16; i++) y[i / 8][i % 8] = low_part<bf16>(y[i / 8][i % 8]);
-      multiply_16(c, Vec<bf16>::pack(y[0]), Vec<bf16>::pack(y[1]));
-      multiply_16(c, big[0], big[1]);
+      for (int e = 0; e < 4; e++) {
+        const float rows[4] = {y[0][e], y[1][e], y[0][e + 4], y[1][e + 4]};
+        mma_16x8x8(c, rows, x[e], x[e + 4]);
+      }
     } else {
       multiply_16(c, low, high);
     }
