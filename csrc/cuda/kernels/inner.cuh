@@ -3,8 +3,9 @@
 //
 // The warps of a block share the columns. Keys [16 entries x columns] times tokens [columns x k, q
 // of each] is a product for the tensor cores: tokens are exact there as they come, so normalising
-// them is a factor of the sum, and f32 keys are two tf32 parts, f16 keys two of bf16. The order of
-// columns inside a product is free, so a lane takes eight neighbours of its row of either operand.
+// them is a factor of the sum, and f32 keys are two tf32 parts; f16 keys meet bf16 tokens in tf32.
+// The order of columns inside a product is free, so a lane takes eight neighbours of its row of
+// either operand.
 #pragma once
 
 #include "mma.cuh"
