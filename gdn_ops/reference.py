@@ -744,44 +744,34 @@ def chunk_lowrank(
     """Chunks start from the window's R updates. ``(o, win_k, win_u, win_g, win_fill)``."""
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
-    R = win_k.shape[2]
     scale = K**-0.5 if scale is None else scale
     qd, kd, vd, gd, bd = (x.to(dtype) for x in (q, k, v, g, beta))
     if qk_l2norm:
         qd, kd = l2norm(qd), l2norm(kd)
-    new_k, new_u, new_g, new_fill = (x.clone() for x in (win_k, win_u, win_g, win_fill))
-    new_k, new_u, new_g = new_k.to(dtype), new_u.to(dtype), new_g.to(dtype)
+    qd, kd = (x.repeat_interleave(HV // H, dim=2) for x in (qd, kd))
+    window = (win_k, win_u, win_g, win_fill)
+    new = (*(x.to(dtype).clone() for x in window[:3]), win_fill.clone())
     out = torch.zeros(B, T, HV, V, dtype=dtype)
     for n, (b, start, end) in enumerate(sequence_slices(B, T, cu_seqlens)):
         row = _row(state_indices, n)
         if row < 0 or end == start:
             continue
-        fill, head = int(win_fill[row]) & 255, int(win_fill[row]) >> 16
+        pending = _WindowRow(window, row, dtype)
         if has_initial_state is not None and not bool(has_initial_state[n]):
-            fill = 0
-        slots = [(head + i) % R for i in range(fill)]
-        ks = [new_k[row, :, s].clone() for s in slots]
-        us = [new_u[row, :, s].clone() for s in slots]
-        gs = [new_g[row, :, s].clone() for s in slots]
+            pending.entries = []
         for t0 in range(start, end, chunk_size):
-            S = torch.zeros(HV, V, K, dtype=dtype)
-            for key, u, own in zip(ks, us, gs, strict=True):
-                key = key.repeat_interleave(HV // H, 0)
-                S = own.exp()[:, None, None] * S + u[:, :, None] * key[:, None, :]
+            S = pending.state(torch.zeros(HV, V, K, dtype=dtype))
             for t in range(t0, min(t0 + chunk_size, end)):
-                key, query = (x[b, t].repeat_interleave(HV // H, 0) for x in (kd, qd))
                 S = gd[b, t].exp()[:, None, None] * S
-                u = bd[b, t][:, None] * (vd[b, t] - torch.einsum("hvk,hk->hv", S, key))
-                S = S + u[:, :, None] * key[:, None, :]
-                out[b, t] = scale * torch.einsum("hvk,hk->hv", S, query)
-                ks.append(kd[b, t])
-                us.append(u)
-                gs.append(gd[b, t])
-            ks, us, gs = ([x.clone() for x in y[-R:]] for y in (ks, us, gs))
+                u = bd[b, t][:, None] * (vd[b, t] - torch.einsum("hvk,hk->hv", S, kd[b, t]))
+                S = S + u[:, :, None] * kd[b, t][:, None, :]
+                out[b, t] = scale * torch.einsum("hvk,hk->hv", S, qd[b, t])
+                pending.append(kd[b, t], u, gd[b, t])
             # What later chunks see is what the window stores.
-            ks = [x.to(win_k.dtype).to(dtype) for x in ks]
-            us = [x.to(win_u.dtype).to(dtype) for x in us]
-        for i, (key, u, own) in enumerate(zip(ks, us, gs, strict=True)):
-            new_k[row, :, i], new_u[row, :, i], new_g[row, :, i] = key, u, own
-        new_fill[row] = len(ks)
-    return out, new_k, new_u, new_g, new_fill
+            pending.entries = [
+                (key.to(win_k.dtype).to(dtype), u.to(win_u.dtype).to(dtype), own)
+                for key, u, own in pending.entries
+            ]
+        pending.head = 0
+        pending.store(new, drafts=0)
+    return (out, *new)
