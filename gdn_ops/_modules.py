@@ -25,12 +25,15 @@ def has_global_hooks() -> bool:
 
 def has_own_hooks(module: nn.Module) -> bool:
     """Whether ``module`` has hooks, those of every module (:func:`has_global_hooks`) aside."""
-    return bool(
+    # Not bool() of them: older torch.compile cannot trace that of a dictionary.
+    if (  # noqa: SIM103
         module._forward_hooks
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks
-    )
+    ):
+        return True
+    return False
 
 
 def has_hooks(module: nn.Module) -> bool:
