@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
@@ -10,6 +12,7 @@ from torch.nn import functional as F
 from gdn_ops._limits import DTYPES
 
 _linear = torch.ops.gdn.linear.default
+Parameter = TypeVar("Parameter", bound="Tensor | None")
 
 
 @torch.compiler.assume_constant_result  # torch.compile does not guard hooks
@@ -71,7 +74,7 @@ def project(linear: nn.Module, x: Tensor) -> Tensor:
     return product(x, linear.weight) if x.is_cpu and is_plain(linear) else linear(x)
 
 
-def local(parameter: Tensor | None) -> Tensor | None:
+def local(parameter: Parameter) -> Parameter:
     """This rank's part of a parameter that is a DTensor (:mod:`gdn_ops.distributed`).
 
     Ranks hold different heads, so the gradient of a replicated parameter is the sum over them.

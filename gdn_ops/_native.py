@@ -10,6 +10,12 @@ import torch
 REBUILD = "pip install --no-build-isolation --force-reinstall --no-deps ."
 
 
+def libraries() -> list[Path]:
+    """The native libraries beside this file; :func:`load` takes the first."""
+    here = Path(__file__).resolve().parent
+    return sorted(here.glob("_C*.so")) + sorted(here.glob("_C*.pyd"))
+
+
 def load() -> Path:
     """Load ``gdn_ops/_C*.so`` into torch's dispatcher and return its path.
 
@@ -19,7 +25,7 @@ def load() -> Path:
             hides.
     """
     here = Path(__file__).resolve().parent
-    candidates = sorted(here.glob("_C*.so")) + sorted(here.glob("_C*.pyd"))
+    candidates = libraries()
     try:
         from gdn_ops._build_info import TORCH_VERSION as built_for
     except ImportError:

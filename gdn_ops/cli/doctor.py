@@ -12,7 +12,6 @@ import platform
 import shutil
 import sys
 import time
-from pathlib import Path
 
 import torch
 
@@ -87,7 +86,7 @@ def _cores_busy() -> float:
 def _native() -> dict:
     from gdn_ops import _build_info, _native
 
-    libraries = sorted(Path(_native.__file__).parent.glob("_C*.so"))
+    libraries = _native.libraries()
     schemas = [s for s in torch._C._jit_get_all_schemas() if s.name.startswith("gdn::")]
     return {
         "library": str(libraries[0]) if libraries else None,

@@ -146,6 +146,29 @@ def measured_parts(args: argparse.Namespace, plan: Plan, out: Output) -> list[di
         return []
 
 
+def conclude(
+    args: argparse.Namespace,
+    plan: Plan,
+    out: Output,
+    scaling: list[dict],
+    matrix: list[dict],
+    parts: list[dict],
+) -> tuple[list[dict], dict]:
+    """The projection and the verdict, shown and returned."""
+    rates = sweeps(scaling, matrix)
+    sweep = max((max(r) for r in rates.values()), default=0.0)
+    if not (bandwidth := args.bandwidth or sweep):
+        raise UsageError("nothing was timed: give --bandwidth for the projection")
+    projected = projection_rows(args, plan, matrix, bandwidth)
+    show_projection(out, args, projected, bandwidth)
+    end = verdict(args, plan, scaling, parts, projected, bandwidth)
+    if line := disturbance(rates):
+        end["text"].append(line)
+    for line in end["text"]:
+        out.console.print(line, markup=False)
+    return projected, end
+
+
 def run(args: argparse.Namespace, out: Output) -> tuple[int, dict]:
     from gdn_ops import bench
     from gdn_ops.bench._timing import keep_freed_memory
@@ -189,17 +212,7 @@ def run(args: argparse.Namespace, out: Output) -> tuple[int, dict]:
         status("error of the low-rank forms")
         quality = quality_rows(plan, args.seed)
     show_quality(out, quality)
-    rates = sweeps(scaling, matrix)
-    sweep = max((max(r) for r in rates.values()), default=0.0)
-    if not (bandwidth := args.bandwidth or sweep):
-        raise UsageError("nothing was timed: give --bandwidth for the projection")
-    projected = projection_rows(args, plan, matrix, bandwidth)
-    show_projection(out, args, projected, bandwidth)
-    end = verdict(args, plan, scaling, parts, projected, bandwidth)
-    if line := disturbance(rates):
-        end["text"].append(line)
-    for line in end["text"]:
-        out.console.print(line, markup=False)
+    projected, end = conclude(args, plan, out, scaling, matrix, parts)
     drawn = 0
     if args.plot:
         exact = (r for r in matrix if r["precision"] == "exact")
