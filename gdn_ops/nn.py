@@ -443,7 +443,23 @@ class GatedDeltaNet(nn.Module):
         has_initial_state: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
     ) -> Tensor:
-        """Many tokens a sequence: ``x [B, T, hidden]`` to the same shape, ``states`` in place."""
+        """Many tokens a sequence. No backward.
+
+        Args:
+            x: ``[B, T, hidden]`` in the dtype of the projections.
+            states: of :meth:`allocate`, **written in place**.
+            state_indices, has_initial_state, cu_seqlens: as in :func:`gdn_ops.recurrent`, but
+                ``state_indices`` of shape ``[N]``.
+
+        Returns:
+            The shape and dtype of x.
+
+        Raises:
+            ValueError: a shape of x or state_indices is not as above, or ``states`` are those of
+                another state_mode.
+            NotImplementedError: this build lacks an op of the state_mode on x's device.
+            RuntimeError: as :func:`gdn_ops.chunk_prefill`.
+        """
         return self._run(x, states, state_indices, has_initial_state, cu_seqlens, decode=False)
 
     def decode(
@@ -460,6 +476,9 @@ class GatedDeltaNet(nn.Module):
         ``num_accepted`` says how many tokens of the call before were right; the others are
         forgotten first. With "full" each token has a row for its state, so ``state_indices`` is
         ``[N, S]``. A prefill takes no such count: let a call of one token precede it.
+
+        Arguments, result and errors are otherwise those of :meth:`prefill`; RuntimeError as
+        :func:`gdn_ops.decode`.
         """
         return self._run(
             x, states, state_indices, has_initial_state, cu_seqlens, num_accepted, decode=True
@@ -468,10 +487,14 @@ class GatedDeltaNet(nn.Module):
     def forward(
         self, x: Tensor, states: States | None = None, cu_seqlens: Tensor | None = None
     ) -> Tensor:
-        """Whole sequences. With ``states``: continue them (row n is sequence n); no backward.
+        """Whole sequences ``x [B, T, hidden]``, packed with ``cu_seqlens [N+1]`` (then B is 1).
 
-        Without: start from nothing and keep nothing. This form has gradients where this build has a
-        backward of every op; asking for them elsewhere is an error.
+        With ``states``: continue them (row n is sequence n), as :meth:`prefill` or :meth:`decode`
+        do. Without: start from nothing and keep nothing; this form has gradients where this build
+        has a backward of every op, and asking for them elsewhere is a NotImplementedError.
+
+        Returns:
+            The shape and dtype of x.
         """
         if states is not None:
             return self._run(
