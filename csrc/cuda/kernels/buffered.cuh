@@ -515,6 +515,17 @@ struct BufferedBlock {
     if constexpr (Inner::kStaged) {
       inner.right_keys(keys, e0, s, lane);
       return true;
+    } else if constexpr (std::is_same_v<KT, ST>) {
+      // Pairs of neighbouring columns become pairs of neighbouring entries.
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const int e = e0 + i % 2 * 8 + group;
+        const KT* const from = reinterpret_cast<const KT*>(fold_keys) + e * key_step + s * 16;
+        const uint32_t pair =
+            e < folded ? reinterpret_cast<const uint32_t*>(from)[i / 2 * 4 + quad] : 0;
+        keys[i / 2][i % 2] = transpose_matrix(pair);
+      }
+      return true;
     } else {
       uint32_t any = 0;
 #pragma unroll
