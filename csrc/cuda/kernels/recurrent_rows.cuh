@@ -23,9 +23,11 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS)
   const int my_row = row0 + RT::own_row(l, group);
   const bool writer = RT::owner(l) && my_row < V;
 
-  if (ONE && !grid.early && blockIdx.y * gridDim.x + blockIdx.x < grid.ahead) {
+  const unsigned number = blockIdx.y * gridDim.x + blockIdx.x;
+  const bool ahead = ONE && !grid.early && number < grid.ahead;
+  constexpr int LINE = 128 / sizeof(ST), LINES = K / LINE;
+  if (ahead) {
     const int64_t row = guess_row(a.seqs, n);
-    constexpr int LINE = 128 / sizeof(ST), LINES = K / LINE;
     const ST* const from = static_cast<const ST*>(a.state.ptr) + row * a.state.s_p +
                            hv * a.state.s_h + row0 * a.state.s_v;
     for (int i = lane; row >= 0 && i < RPW * LINES; i += 32) {
@@ -73,6 +75,21 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS)
   if (grid.early) wait_for_previous_kernel();
   let_next_kernel_start();
   if (ONE || s.start < s.end) load_token(s.start);
+  // Half of the next wave's rows on their way, where memory would wait for this one; not in a tile
+  // that has no registers left for it (docs/tried/cuda.md).
+  if constexpr (sizeof(ST) * RPW < 64) {
+    const unsigned other = number + grid.ahead;
+    if (ahead && other < gridDim.x * gridDim.y) {
+      const unsigned y = other / gridDim.x, x = other - y * gridDim.x, head = grid.blocks(x);
+      const int first = ((x - head * grid.blocks.divisor) * WARPS + warp) * RPW;
+      const int64_t row = guess_row(a.seqs, grid.first + y);
+      const ST* const from = static_cast<const ST*>(a.state.ptr) + row * a.state.s_p +
+                             head * a.state.s_h + first * a.state.s_v;
+      for (int i = lane; row >= 0 && i < RPW / 2 * LINES; i += 32) {
+        if (first + i / LINES < V) prefetch_line(from + i / LINES * a.state.s_v + i % LINES * LINE);
+      }
+    }
+  }
   float f[ONE ? 1 : NL][ONE ? 1 : C];
   if constexpr (!ONE) {
 #pragma unroll
