@@ -16,7 +16,8 @@ KERNELS = sorted(p for p in (ROOT / "csrc").glob("*/kernels/*") if p.suffix != "
 # of each backend (in csrc/xpu also chunk.cpp, whose matrix products are torch's), and the device
 # hooks of a backend that torch does not know.
 TORCH_FACING = re.compile(
-    r"csrc/(ops|call_forms|checks|in_place|autograd|chunk_aten|linear_aten|paged|typed_op)\.(cpp|h)$"
+    r"csrc/(ops|call_forms|check_parts|check_values|checks|in_place|autograd|chunk_aten|linear_aten"
+    r"|paged|typed_op)\.(cpp|h)$"
     r"|csrc/\w+/(ops|torch_device)\.cpp$"
     r"|csrc/xpu/(chunk\.cpp|glue\.h)$"
 )
@@ -58,7 +59,7 @@ def test_nothing_includes_python(path):
 def test_kernels_include_nothing_above_them(path):
     """A kernel may see its own directory, and plain data of the project; never glue or checks."""
     for name in includes(path):
-        assert not name.endswith(("checks.h", "ops.cpp")), f"{path.name} includes {name}"
+        assert not name.endswith(("checks.h", "check_parts.h", "ops.cpp")), f"{path.name} includes {name}"
         target = (path.parent / name).resolve()
         if target.exists():
             assert target.is_relative_to(ROOT / "csrc")
