@@ -449,12 +449,10 @@ DecodeArgs decode_args(const char* op, const DecodeTensors& t, int64_t num_k_hea
   if (t.state) {
     check_device(op, "state", *t.state, like);
     r.state = state_pool(op, "state", *t.state, r.HV, r.V, r.K);
-    check_apart(op, "state", *t.state, "conv_state", t.conv_state);
     P = r.state.P;
   }
   if (t.window) {
     r.window = window_of(op, *t.window, r.H, r.HV, r.K, r.V, like);
-    check_apart_from_window(op, "conv_state", t.conv_state, *t.window);
     if (t.state) check_window_against_state(op, *t.state, *t.window);
     P = r.window.P;
   }
@@ -476,6 +474,8 @@ DecodeArgs decode_args(const char* op, const DecodeTensors& t, int64_t num_k_hea
             t.conv_bias, activation);
   check_device(op, "conv_state", t.conv_state, like);
   f.conv.state = conv_pool(op, t.conv_state, "conv_state", C, f.conv.W, conv_leading);
+  if (t.state) check_apart(op, "state", *t.state, "conv_state", t.conv_state);
+  if (t.window) check_apart_from_window(op, "conv_state", t.conv_state, *t.window);
   f.conv.seqs = r.seqs;
   f.conv.seqs.P = f.conv.state.P;
   check_conv_columns(op, f.conv);

@@ -131,3 +131,12 @@ def test_overlapping_pools_are_refused_and_interleaved_ones_work():
     clash = pages[:, n_state - 8 : -8].view(2, C, 4)
     with pytest.raises(RuntimeError, match="share memory"):
         run(layer, clash, state)
+
+
+@pytest.mark.parametrize("ndim", [0, 5])
+def test_a_conv_pool_of_the_wrong_rank_inside_the_state_is_named(ndim):
+    """Its shape is looked at before its memory is: torch's own message named no argument."""
+    layer, state = make_layer(2, 1, H, HV, K, V), make_pool(2, HV, V, K)
+    clash = state.as_strided((1,) * ndim, (1,) * ndim)
+    with pytest.raises(RuntimeError, match=r"^decode: conv_state: expected shape \[P, C, L\]"):
+        torch.ops.gdn.decode(*layer_args(layer), clash, state, H, K)
