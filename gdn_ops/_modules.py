@@ -9,13 +9,14 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.nn import functional as F
 
+from gdn_ops._compile import constant
 from gdn_ops._limits import DTYPES
 
 _linear = torch.ops.gdn.linear.default
 Parameter = TypeVar("Parameter", bound="Tensor | None")
 
 
-@torch.compiler.assume_constant_result  # torch.compile does not guard hooks
+@constant  # torch.compile does not guard hooks
 def has_global_hooks() -> bool:
     """Whether calling any module runs something beside its ``forward``."""
     every = nn.modules.module  # torch's own `_has_any_global_hook` came after 2.5
@@ -87,14 +88,3 @@ def local(parameter: Parameter) -> Parameter:
     grads = [Partial() if isinstance(p, Replicate) else p for p in placements]
     # Going from a placement to itself moves nothing; going back, it reduces the gradient.
     return parameter.redistribute(placements=placements).to_local(grad_placements=grads)
-
-
-def keep_address(*tensors: Tensor | None) -> None:
-    """Tell torch.compile that these tensors stay where they are.
-
-    With ``mode="reduce-overhead"`` CUDA graphs are made only of code that writes no other inputs.
-    One that is replaced nevertheless costs a capture anew, nothing else.
-    """
-    for tensor in tensors:
-        if tensor is not None and tensor.is_cuda and not torch.compiler.is_compiling():
-            torch._dynamo.mark_static_address(tensor, guard=False)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from gdn_ops._compile import constant
+
 STATE_MODES = ("full", "buffered", "lowrank")
 
 
@@ -41,7 +43,7 @@ def check_mode(state_mode: str) -> None:
         raise ValueError(f"state_mode: expected one of {STATE_MODES}, got {state_mode!r}")
 
 
-@torch.compiler.assume_constant_result  # of one build
+@constant  # of one build
 def missing(state_mode: str, device_type: str) -> str | None:
     """Why ``state_mode`` cannot run on this kind of device, or None."""
     check_mode(state_mode)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gdn_ops import windows
+from gdn_ops._compile import keep_address
 from gdn_ops._limits import (
     DECODE_TOKENS,
     MAX_CONV_WIDTH,
@@ -22,7 +23,7 @@ from gdn_ops._limits import (
     check_range,
     check_window,
 )
-from gdn_ops._modules import keep_address, local, project
+from gdn_ops._modules import local, project
 from gdn_ops._support import STATE_MODES, check_mode, missing, prefills_in_chunks, trainable
 
 __all__ = ["STATE_MODES", "GatedDeltaNet", "Heads", "Mixer", "States", "mix", "mix_functional"]

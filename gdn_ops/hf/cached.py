@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gdn_ops._modules import keep_address
+from gdn_ops._compile import keep_address
 from gdn_ops.nn import States, window_of
 
 WINDOW_SLOTS = (1, 2, 3, 4)

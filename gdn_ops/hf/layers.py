@@ -22,6 +22,7 @@ from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeGated
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
 from gdn_ops import windows
+from gdn_ops._compile import constant
 from gdn_ops._limits import DTYPES, MAX_CONV_WIDTH, MAX_HEAD_DIM
 from gdn_ops._modules import has_hooks, has_own_forward, local, product, project
 from gdn_ops._support import missing, trainable
@@ -35,7 +36,7 @@ _decode = torch.ops.gdn.decode.default
 _announced: set[tuple[str, str]] = set()
 
 
-@torch.compiler.assume_constant_result
+@constant
 def _announce(layer: str, reason: str) -> bool:
     """Warn once for each layer class and reason; while tracing, at trace time."""
     if (layer, reason) not in _announced:
