@@ -59,7 +59,9 @@ def test_nothing_includes_python(path):
 def test_kernels_include_nothing_above_them(path):
     """A kernel may see its own directory, and plain data of the project; never glue or checks."""
     for name in includes(path):
-        assert not name.endswith(("checks.h", "check_parts.h", "ops.cpp")), f"{path.name} includes {name}"
+        assert not name.endswith(("checks.h", "check_parts.h", "ops.cpp")), (
+            f"{path.name} includes {name}"
+        )
         target = (path.parent / name).resolve()
         if target.exists():
             assert target.is_relative_to(ROOT / "csrc")
