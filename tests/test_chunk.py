@@ -727,13 +727,17 @@ def test_gradients_of_another_shape_are_refused(dtype):
         backward(grad_o[:, 1:], None, *tail)
     with torch.inference_mode(), pytest.raises(RuntimeError, match="grad_o: expected a tensor"):
         backward(None, None, *tail)
-    for at, wrong, message in (
-        (4, args[4].half() if dtype == torch.float64 else args[4].double(), "beta: expected"),
-        (6, torch.tensor([0, 7]), r"cu_seqlens: expected to end at T = 20"),
-    ):
-        changed = (*tail[:at], wrong, *tail[at + 1 :])
-        with pytest.raises(RuntimeError, match=f"^chunk_backward: {message}"):
-            backward(grad_o, None, *changed)
+    tail = (*tail[:4], args[4].half() if dtype == torch.float64 else args[4].double(), *tail[5:])
+    with pytest.raises(RuntimeError, match="^chunk_backward: beta: expected"):
+        backward(grad_o, None, *tail)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradients_of_offsets_that_end_early_are_refused(dtype):
+    args = [x.to(dtype) for x in make_qkv(1, 20, 1, 2, 8, 8)]
+    tail = (*args, None, torch.tensor([0, 7]), None, True, 16)
+    with pytest.raises(RuntimeError, match="^chunk_backward: cu_seqlens: expected to end at T = 20"):
+        torch.ops.gdn.chunk_backward(torch.randn(1, 20, 2, 8, dtype=dtype), None, *tail)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
