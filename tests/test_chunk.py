@@ -736,7 +736,8 @@ def test_gradients_of_another_shape_are_refused(dtype):
 def test_gradients_of_offsets_that_end_early_are_refused(dtype):
     args = [x.to(dtype) for x in make_qkv(1, 20, 1, 2, 8, 8)]
     tail = (*args, None, torch.tensor([0, 7]), None, True, 16)
-    with pytest.raises(RuntimeError, match="^chunk_backward: cu_seqlens: expected to end at T = 20"):
+    message = "^chunk_backward: cu_seqlens: expected to end at T = 20"
+    with pytest.raises(RuntimeError, match=message):
         torch.ops.gdn.chunk_backward(torch.randn(1, 20, 2, 8, dtype=dtype), None, *tail)
 
 
