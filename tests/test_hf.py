@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import subprocess
+import sys
 import warnings
 from multiprocessing.reduction import ForkingPickler
 
@@ -761,6 +763,18 @@ def test_patch_refuses():
         gdn_ops.patch(tiny_model("qwen3_5"), state_mode="half")
     with pytest.raises(ValueError, match="family: expected one of"):
         tiny_config("qwen2")
+
+
+def test_an_older_transformers_is_refused_by_its_version(tmp_path):
+    """One from before these models, of which the import of the layers would miss a module."""
+    (tmp_path / "transformers.py").write_text("__version__ = '4.57.0'\n")
+    script = (
+        f"import sys; sys.path[:0] = [{str(tmp_path)!r}, *{sys.path!r}]; import gdn_ops\n"
+        "try: gdn_ops.patch\n"
+        "except ImportError as error: print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert "expected transformers >= 5.17.0, got 4.57.0" in done.stdout, done.stderr
 
 
 def test_a_transformers_without_models_for_this_torch_is_refused(monkeypatch):

@@ -6,14 +6,15 @@ which implementation each layer uses.
 """
 
 from gdn_ops.hf.compat import check_version
-from gdn_ops.hf.patching import (
+
+check_version()  # before an older transformers lacks a model below, without a word about why
+
+from gdn_ops.hf.patching import (  # noqa: E402
     active,
     patch,
     register_transformers,
     unpatch,
     unregister_transformers,
 )
-
-check_version()
 
 __all__ = ["active", "patch", "register_transformers", "unpatch", "unregister_transformers"]
