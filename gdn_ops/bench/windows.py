@@ -83,7 +83,7 @@ class Windowed(NamedTuple):
     def error(self, o: Tensor, want: Tensor) -> float:
         return scaled_error(o[self.rows_checked], want, *TOLERANCE[o.dtype])
 
-    def windows(self, dtype: torch.dtype, full: bool, seed: int) -> list[windows.Window]:
+    def make_windows(self, dtype: torch.dtype, full: bool, seed: int) -> list[windows.Window]:
         """One for each pool; they start at every fill level in turn, or full."""
         B, R, T = self.x.rows.shape[0], self.R, self.T
         H, HV = self.x.q.shape[2], self.x.v.shape[2]
@@ -123,7 +123,7 @@ def buffered(c: Windowed, seed: int) -> Candidate:
     op = torch.ops.gdn.recurrent_buffered.default
     tokens, accepted, rows = c.tokens, c.accepted, c.x.rows
     B, dtype = rows.shape[0], c.pools[0].dtype
-    pending = c.windows(dtype, False, seed)
+    pending = c.make_windows(dtype, False, seed)
 
     def call(i: int) -> Tensor:
         base = c.pools[i][:B]
@@ -141,7 +141,7 @@ def buffered(c: Windowed, seed: int) -> Candidate:
 def lowrank(c: Windowed, seed: int) -> Candidate:
     op = torch.ops.gdn.recurrent_lowrank.default
     tokens, rows = c.tokens, c.x.rows
-    ring = c.windows(torch.float32, True, seed)
+    ring = c.make_windows(torch.float32, True, seed)
 
     def call(i: int) -> Tensor:
         return op(*tokens, *ring[i], rows, None, None, None, None, True)

@@ -137,7 +137,7 @@ def dtype(text: str) -> str:
 
 
 def need_transformers(what: str) -> None:
-    """In a line, why there is none that gdn_ops.hf takes."""
+    """Refuse, and say in a line why, where there is none that gdn_ops.hf takes."""
     try:
         import gdn_ops.hf  # noqa: F401
     except ModuleNotFoundError as error:
