@@ -851,7 +851,7 @@ def test_short_conv_packed_and_long():
                                      [i % 5 for i in range(300)]])  # fmt: skip
 @pytest.mark.parametrize("channels_last", [True, False])
 def test_conv_gating_packed(channels_last, lengths, dtype):
-    """Blocks take pieces of sequences; nobody writes tokens behind the last one."""
+    """Blocks take pieces of sequences, of which some lie behind the last token."""
     H, HV, K, N = 1, 2, 64, len(lengths)
     C, P = 2 * H * K + HV * 128, N + 2
     r = torch.Generator().manual_seed(8)

@@ -261,11 +261,11 @@ __device__ __forceinline__ RawGates load_gates(const Gates& x, int64_t b, int64_
   return r;
 }
 __device__ __forceinline__ float softplus(float x) { return x > 20.f ? x : log1pf(expf(x)); }
-// Gates divide plainly: without that division's branch ptxas spills registers of the window of four
-// tokens, a tenth of its time.
+// Gates divide plainly: without the branch of that division ptxas spills registers of the window of
+// four tokens, a tenth of its time.
 __device__ __forceinline__ float sigmoid(float x) { return 1.f / (1.f + expf(-x)); }
-// Its branch would keep the values of a thread from being under way together. Zero at minus
-// infinity, which the bound keeps from being multiplied by zero.
+// The branch of a plain division would keep the values of a thread from being under way together.
+// Zero at minus infinity, which the bound keeps from being multiplied by zero.
 __device__ __forceinline__ float silu(float x) {
   return fmaxf(x, -FLT_MAX) * __fdividef(1.f, 1.f + expf(-x));
 }

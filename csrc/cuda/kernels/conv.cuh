@@ -20,9 +20,9 @@ __device__ __forceinline__ int64_t history_column(const ConvArgs& a, const Seque
   return a.state.leading ? (a.seqs.num_accepted.ptr ? s.accepted - 1 : 0) : a.state.L - (a.W - 1);
 }
 
-// Packed sequences in pieces of 1 << cut tokens: the number of a piece is its place in the
-// sequence, plus the sequence, plus its first token >> cut. So no two have the same number, and
-// few numbers have no piece.
+// Packed sequences in pieces of 1 << cut tokens. The number of a piece is its place among those of
+// its sequence, plus the number of that sequence n, plus cu_seqlens[n] >> cut. So no two have the
+// same number, and few numbers have no piece.
 __device__ __forceinline__ int64_t first_piece(const Sequences& s, int64_t n, int cut) {
   return (at(s.cu_seqlens, n) >> cut) + n;
 }
@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(128, 8)
   }
 }
 
-// Gates beside the convolution of one token (conv_gating, decode).
+// What gates are made of, and where they go (conv_gating, decode).
 struct GateOutputs {
   Gates gates;
   float* g = nullptr;  // [B, T, HV]; null: no gates here

@@ -18,7 +18,8 @@ unsigned blocks_for(int64_t items, int64_t each, int64_t most = 1 << 20) {
   return static_cast<unsigned>(n < 1 ? 1 : n > most ? most : n);
 }
 
-// Packed sequences may be cut (sequence_of_piece).
+// One block for each number that a piece of a packed sequence may have (sequence_of_piece), in y
+// and z.
 dim3 piece_grid(unsigned across, const Sequences& s, int cut) {
   const int64_t pieces = (s.T >> cut) + s.N;
   const unsigned y = static_cast<unsigned>(pieces < kMaxGridY ? pieces : kMaxGridY);
@@ -26,7 +27,7 @@ dim3 piece_grid(unsigned across, const Sequences& s, int cut) {
 }
 
 // Launches a convolution whose sequences have at most `a.seqs.T` tokens, as far as the host knows,
-// in chunks of `chunk`: outputs, then the histories of sequences that were cut.
+// in chunks of 1 << log_chunk: outputs, then the histories of sequences that were cut.
 // launched(grid, first sequence, tokens of a chunk, cut, outputs).
 template <class Launch>
 cudaError_t in_chunks(const ConvArgs& a, unsigned across, int log_chunk, Launch&& launched) {

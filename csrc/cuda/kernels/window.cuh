@@ -211,15 +211,6 @@ __device__ __forceinline__ void some_to_float(const Some<N>& r, DType d, float* 
   }
 }
 
-// Element j of them.
-template <class T, int N>
-__device__ __forceinline__ float one_of_some(const Some<N>& r, DType d, int j) {
-  bool wide = d == DType::f32;
-  if constexpr (!kIsAny<T>) wide = sizeof(T) == 4;
-  const uint32_t narrow = j & 1 ? r.w[j / 2] >> 16 : r.w[j / 2] & 0xffffu;
-  return one_to_float<T>(wide ? r.w[j] : narrow, d);
-}
-
 // A token's key and query across a warp, PER columns a lane, normalised where the call asks for it.
 template <int PER>
 struct WarpToken {

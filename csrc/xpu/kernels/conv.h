@@ -162,8 +162,8 @@ struct ConvUnit {
     }
   }
 
-  // Elements from a staged channel to the next: L, or, where each is a transfer of its own, up to
-  // the next of the 4 bytes that local addresses are multiples of.
+  // Elements from a staged channel to the next: L, or, where each is a transfer of its own, as many
+  // more as it takes, since local addresses have to be multiples of 4 bytes.
   __device__ inline int pitch(const P& p) const {
     const int eb = element_bytes(p.pool_dtype);
     return p.s_c == p.L ? p.L : (p.L * eb + 3) / 4 * 4 / eb;

@@ -21,8 +21,8 @@ struct WindowSpan {
     int at = oldest + i;
     return at >= size ? at - size : at;
   }
-  // Slots from 0 on with a live entry among them or above. A ring that came round and then dropped
-  // drafts has dead ones below.
+  // So many slots from 0 on hold all live entries. In a ring that came round and then dropped
+  // drafts some of them are dead.
   __device__ inline int reach() const { return count > 0 ? min_int(oldest + count, size) : 0; }
 };
 
