@@ -42,6 +42,14 @@ __device__ __forceinline__ int64_t sequence_of_piece(const Sequences& s, int cut
   if (low > 0) *number -= first_piece(s, low - 1, cut);
   return low - 1;
 }
+// The sequence and the place in it of the piece whose number y and z of the block are. False: there
+// is none.
+__device__ __forceinline__ bool take_piece(const Sequences& s, int cut, int64_t* n,
+                                           int64_t* piece) {
+  *piece = int64_t{blockIdx.z} * gridDim.y + blockIdx.y;
+  *n = sequence_of_piece(s, cut, piece);
+  return *n >= 0;
+}
 
 // One thread a channel; blockIdx = (channels / 128, sequence, chunk of tokens), or, where `cut` is
 // not negative, (channels / 128, number of a piece in two parts). The history of a sequence that
@@ -54,11 +62,7 @@ __global__ void __launch_bounds__(128, 8)
   int64_t n = first + blockIdx.y, piece = blockIdx.z;
   const int64_t c = static_cast<int64_t>(blockIdx.x) * 128 + threadIdx.x;
   wait_for_previous_kernel();
-  if (cut >= 0) {
-    piece = piece * gridDim.y + blockIdx.y;
-    n = sequence_of_piece(a.seqs, cut, &piece);
-    if (n < 0) return;
-  }
+  if (cut >= 0 && !take_piece(a.seqs, cut, &n, &piece)) return;
   const Sequence s = device_sequence(a.seqs, n, 0);
   let_next_kernel_start();
   if (c >= a.C) return;
@@ -281,11 +285,7 @@ __global__ void __launch_bounds__(128, sizeof(T) == 2 ? 7 : 5)
   const int c = static_cast<int>(blockIdx.x * 128 + threadIdx.x) * N;
   wait_for_previous_kernel();
   let_next_kernel_start();
-  if (cut >= 0) {
-    piece = piece * gridDim.y + blockIdx.y;
-    n = sequence_of_piece(a.seqs, cut, &piece);
-    if (n < 0) return;
-  }
+  if (cut >= 0 && !take_piece(a.seqs, cut, &n, &piece)) return;
   const Sequence s = device_sequence(a.seqs, n, 0);
   // Tokens of this block, counted from the sequence's first.
   const int length = static_cast<int>(s.end - s.start);
