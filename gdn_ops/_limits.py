@@ -24,7 +24,7 @@ def check_range(name: str, value: int, least: int, most: int | None = None) -> N
         raise ValueError(f"{name}: expected {wanted}, got {value}")
 
 
-def check_window(window: int) -> None:
+def check_window_size(window: int) -> None:
     """Refuse a window of more or fewer entries than the kernels take."""
     if not 1 <= window <= MAX_WINDOW:
         raise ValueError(f"window: expected 1 to {MAX_WINDOW} entries, got {window}")

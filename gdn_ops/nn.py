@@ -21,7 +21,7 @@ from gdn_ops._limits import (
     MAX_HEAD_DIM,
     check_dtype,
     check_range,
-    check_window,
+    check_window_size,
 )
 from gdn_ops._modules import local, project
 from gdn_ops._support import STATE_MODES, check_mode, missing, prefills_in_chunks, trainable
@@ -122,7 +122,7 @@ class States(NamedTuple):
         check_range("rows", rows, 0)
         check_range("drafts", drafts, 0)
         check_mode(state_mode)
-        check_window(window)
+        check_window_size(window)
         check_dtype("dtype", dtype)
         check_dtype("state_dtype", state_dtype)
         kept = window_dtype or state_dtype
@@ -346,7 +346,7 @@ class GatedDeltaNet(nn.Module):
         check_range("head_v_dim", head_v_dim, 1, MAX_HEAD_DIM)
         check_range("conv_kernel_size", conv_kernel_size, 1, MAX_CONV_WIDTH)
         check_mode(state_mode)
-        check_window(window)
+        check_window_size(window)
         most = DECODE_TOKENS if state_mode != "buffered" else min(DECODE_TOKENS, window)
         check_range("drafts", drafts, 0, most - 1)
         check_dtype("dtype", dtype or torch.get_default_dtype())

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from gdn_ops._limits import MAX_WINDOW
 from gdn_ops.cli import _arguments
 from gdn_ops.cli._output import Output, UsageError
 
@@ -40,8 +41,8 @@ class Plan:
             (16,) if args.quick else (8, 16, 32)
         )
         precisions = read(args.precision, "precision", _arguments.mode) or _arguments.MODES
-        if wrong := [r for r in windows if not 1 <= r <= 64]:
-            raise UsageError(f"--windows: expected 1 to 64, got {wrong[0]}")
+        if wrong := [r for r in windows if not 1 <= r <= MAX_WINDOW]:
+            raise UsageError(f"--windows: expected 1 to {MAX_WINDOW}, got {wrong[0]}")
         if len(heads := read(args.heads, "heads", _arguments.heads)) != 1:
             raise UsageError(f"--heads: expected one pair, like 16/48, got {args.heads!r}")
         if args.layers > args.of:

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from gdn_ops._limits import check_window
+from gdn_ops._limits import check_window_size
 from gdn_ops._support import missing
 from gdn_ops.hf.layers import CLASSES, PatchedGatedDeltaNet
 
@@ -31,7 +31,7 @@ def patch(model: Model, *, state_mode: str = "full", window: int = 16) -> Model:
         ValueError: ``model`` has no layer that can be patched, or an argument is out of range.
     No layer has been switched then.
     """
-    check_window(window)
+    check_window_size(window)
     found = [
         m for m in model.modules() if type(m) in CLASSES or isinstance(m, PatchedGatedDeltaNet)
     ]
