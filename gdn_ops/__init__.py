@@ -72,6 +72,14 @@ def __getattr__(name: str):
     raise AttributeError(f"module 'gdn_ops' has no attribute {name!r}")
 
 
+def __dir__() -> list[str]:
+    from importlib.util import find_spec
+
+    # Not what getattr would refuse: help() and inspect.getmembers ask for every name.
+    refused = () if find_spec("transformers") else (*_FROM_HF, "hf")
+    return sorted({*globals(), *_FROM_HF, *_MODULES}.difference(refused))
+
+
 __all__ = [
     "backends",
     "causal_conv1d_fn",

@@ -206,6 +206,26 @@ def test_modules_are_imported_when_they_are_asked_for():
     assert not hasattr(gdn_ops, "no_such_name")
 
 
+@pytest.mark.parametrize("transformers", [True, False], ids=["transformers", "none"])
+def test_dir_lists_what_is_imported_when_asked_for(transformers):
+    """And imports none of it; without transformers, nothing that getattr would refuse."""
+    if transformers:
+        pytest.importorskip("transformers")
+    hide = "" if transformers else "sys.modules['transformers'] = None; "
+    code = (
+        f"import inspect, sys; {hide}import gdn_ops; names = dir(gdn_ops); "
+        "assert not {'gdn_ops.nn', 'gdn_ops.hf'} & set(sys.modules); "
+        "assert len(inspect.getmembers(gdn_ops)) == len(names); print(*names)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    names = set(run.stdout.split())
+    assert {*gdn_ops.__all__, *gdn_ops._MODULES, "__version__"} - {"hf"} <= names
+    assert ({"hf", *gdn_ops._FROM_HF} <= names) == transformers
+    if not transformers:
+        assert not {"hf", *gdn_ops._FROM_HF} & names
+
+
 def test_no_python_in_the_abi():
     """One library serves every Python version: nothing in it may need Python's C API."""
     data = LIBRARY.read_bytes()
