@@ -58,7 +58,7 @@ def is_plain(linear: nn.Module) -> bool:
     if type(linear) is not nn.Linear or has_own_forward(linear) or has_hooks(linear):
         return False
     # torch.export traces with a parameter's fake.
-    return linear.bias is None and type(linear.weight) in (nn.Parameter, FakeTensor)
+    return linear.bias is None and type(linear.weight) in (nn.Parameter, Tensor, FakeTensor)
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:

@@ -485,3 +485,15 @@ def test_autocast_converts_as_it_would_a_module(to, dtype):
     with torch.autocast("cpu", to):
         assert compiled(x).dtype == to
     assert torch.equal(compiled(x), gdn_ops.linear(x, linear.weight))
+
+
+@torch.no_grad()
+def test_parameters_from_elsewhere_are_the_layers_own():
+    """functional_call and FSDP's first form put plain tensors in the place of parameters."""
+    layer = make()
+    given = {name: p.detach().clone() for name, p in layer.named_parameters()}
+    x = inputs(layer, 2, 3)
+    states, want = layer.allocate(2), layer.allocate(2)
+    y = torch.func.functional_call(make(seed=1), given, (x, states))
+    assert torch.equal(y, layer(x, want))
+    assert torch.equal(states.state, want.state)
