@@ -266,11 +266,14 @@ def mix_functional(
     """
     h = mixer.heads
     B, T = projected.shape[:2]
+    W = mixer.conv_weight.shape[1]
     qkv, z, b, a = projected.split(h.split, dim=-1)
     qkv, conv_final = _ops.conv1d.default(
         qkv, mixer.conv_weight, mixer.conv_bias, None, cu_seqlens, mixer.activation,
-        mixer.conv_weight.shape[1],
+        W if W > 1 else 0,
     )  # fmt: skip
+    if W == 1:  # keeps no history: as in a pool, a column that nobody reads
+        conv_final = nn.functional.pad(conv_final, (1, 0))
     q, k, v = qkv.split([h.key_dim, h.key_dim, h.value_dim], dim=-1)
     g, beta = _ops.gating.default(a, b, mixer.A_log, mixer.dt_bias)
     o, state_final = _ops.chunk.default(

@@ -161,8 +161,9 @@ def test_state_dtypes():
         torch.testing.assert_close(states.state.double(), state, rtol=1e-2, atol=1e-2)
 
 
-def test_gradients():
-    layer = make()
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_gradients(shape):
+    layer = make(shape)
     x = inputs(layer, 2, 19).requires_grad_()
     if not _support.trainable("cpu"):
         with pytest.raises(NotImplementedError, match="no backward on cpu"):
@@ -181,6 +182,8 @@ def test_gradients():
     ((y @ p["out_proj.weight"].T) * weights).sum().backward()
     pairs = {"x": (x.grad, xd.grad)}
     pairs |= {n: (t.grad, p[n].grad) for n, t in layer.named_parameters()}
+    _, history, state = layers.mix_functional(layer.in_proj(x), layer.mixer)
+    assert history.shape == states.conv.shape and state.shape == states.state.shape
     for name, (got, want) in pairs.items():
         error = (got.double() - want).abs().max() / want.abs().max()
         assert error < 1e-4, f"{name}: relative error {error:.2e}"
