@@ -117,6 +117,50 @@ int main() {
     XPU_LM(float, y, 16);
     lm_get(y, 0);
   });
+  run("write over unfenced vector", [] {
+    {
+      XPU_LM(float, x, 16);
+      zero_fill(lm_cast<char>(x), 64);
+    }
+    XPU_LM(float, y, 16);
+    lm_put(y, 0, 1.0f);
+  });
+  run("read of another phase", [] {
+    XPU_LM(char, arena, 128);
+    {
+      Phase lm = {arena, 128};
+      const lm_ptr<char> x = lm.take<char>(64);
+      zero_fill(x, 64);
+      XPU_FENCE(XPU_LM_ONLY);
+    }
+    Phase lm = {arena, 128};
+    lm_get(lm.take<float>(16), 0);
+  });
+  run("phase while storing", [] {
+    XPU_LM(char, arena, 64);
+    zero_fill(arena, 64);
+    XPU_FENCE(XPU_LM_ONLY);
+    XPU_STORE(arena, at(g_b), 64);
+    Phase lm = {arena, 64};
+    lm.take<char>(64);
+  });
+  run("phase beyond its arena", [] {
+    XPU_LM(char, arena, 64);
+    XPU_LM(char, other, 64);
+    Phase lm = {arena, 64};
+    lm.take<char>(64);
+    lm.take<char>(4);
+  });
+  run("scalar never set", [] {
+    sfloat s;
+    if (s != s) throw std::runtime_error("a scalar that nobody set is NaN");
+  });
+  run("unaligned scalar", [] {
+    XPU_LM(char, x, 64);
+    zero_fill(x, 64);
+    XPU_FENCE(XPU_LM_ONLY);
+    lm_get(lm_cast<float>(x + 2), 0);
+  });
   run("past the array", [] {
     XPU_LM(float, x, 16);
     zero_fill(lm_cast<char>(x), 64);
@@ -176,30 +220,64 @@ int main() {
   run(
       "shared read without barrier",
       [] {
-        if (core_id() == 0) sm_put(sm_at(0), 0, 1.0f);
-        if (core_id() == 1) sm_get(sm_at(0), 0);
+        XPU_SM(sm, 64);
+        if (core_id() == 0) sm_put(sm, 0, 1.0f);
+        if (core_id() == 1) sm_get(sm, 0);
         XPU_SYNC_CLUSTER();
       },
       true, 2);
   run(
       "shared write after read",
       [] {
-        if (core_id() == 0) sm_put(sm_at(0), 0, 1.0f);
+        XPU_SM(sm, 64);
+        if (core_id() == 0) sm_put(sm, 0, 1.0f);
         XPU_SYNC_CLUSTER();
-        if (core_id() == 0) sm_get(sm_at(0), 0);
-        if (core_id() == 1) sm_put(sm_at(0), 0, 2.0f);
+        if (core_id() == 0) sm_get(sm, 0);
+        if (core_id() == 1) sm_put(sm, 0, 2.0f);
         XPU_SYNC_CLUSTER();
       },
       true, 2);
   run(
+      "beyond the shared array",
+      [] {
+        XPU_SM(sm, 64);
+        sm_put(sm, 16, 1.0f);
+      },
+      true);
+  run(
+      "unaligned shared vector",
+      [] {
+        XPU_SM(sm, 256);
+        vf32 v;
+        XPU_ASM_MEM("vloads.mz %[v]{mr1}, 0(%[p])\n", (XPU_OP(v, "=v", v)),
+                    (XPU_OP(p, "r", sm + 32)));
+      },
+      true);
+  run("too much shared memory", [] { XPU_SM(sm, kSharedBytes + 64); }, true);
+  run(
+      "two shared arrays",
+      [] {
+        XPU_SM(a, 64);
+        XPU_SM(b, 64);
+      },
+      true);
+  run("shared memory without asking", [] { XPU_SM(sm, 64); });
+  run(
       "shared memory across a barrier",
       [] {
-        if (core_id() == 0) sm_put(sm_at(0), 0, 1.0f);
+        XPU_SM(sm, 64);
+        if (core_id() == 0) sm_put(sm, 0, 1.0f);
         XPU_SYNC_CLUSTER();
-        if (core_id() == 1) sm_get(sm_at(0), 0);
+        if (core_id() == 1) sm_get(sm, 0);
       },
       true, 2);
-  run("shared read of nothing", [] { sm_get(sm_at(64), 0); });
+  run(
+      "shared read of nothing",
+      [] {
+        XPU_SM(sm, 128);
+        sm_get(sm + 64, 0);
+      },
+      true);
 
   // Assembly text.
   run("unknown instruction", [] {

@@ -76,8 +76,8 @@ def test_kernels_know_nothing_of_torch(path):
 def test_device_source_parses(path, defines):
     """The device branch of every kernel on a host compiler, the vendor's declarations stubbed.
 
-    A launch (`<<<`) is the one thing a host compiler cannot take; it is replaced. Assembly text is
-    not assembled.
+    A launch (`<<<`) is the one thing a host compiler cannot take; it is replaced (not so in
+    test_device_source_parses_as_cuda). Assembly text is not assembled.
     """
     compiler = shutil.which("clang++") or shutil.which("g++")
     if not compiler:
@@ -97,11 +97,12 @@ def test_device_source_parses(path, defines):
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-def clang_errors(path: Path, defines=(), text: str | None = None) -> list[str]:
+def clang_errors(path: Path, defines=(), text: str | None = None, cuda: str = "") -> list[str]:
     """What clang says about the device branch of a kernel, warnings too; `text` replaces the file.
 
     Unlike g++ it checks assembly blocks as the vendor's clang will: operand names in the text, and
-    constraints against types.
+    constraints against types. `cuda`, "host" or "device", reads the file as that half of a CUDA
+    source, the nearest language that this clang knows: it checks launches and who may call whom.
     """
     cindex = pytest.importorskip("clang.cindex", reason="needs libclang (extra `test`)")
     if platform.machine() not in ("x86_64", "AMD64"):
@@ -114,16 +115,20 @@ def clang_errors(path: Path, defines=(), text: str | None = None) -> list[str]:
         [compiler, "-print-file-name=include"], capture_output=True, text=True, check=True
     )
     stubs = Path(__file__).parent / "stubs"
-    args = [
-        "-x",
-        "c++",
-        "-std=c++17",
-        "-mavx512f",
-        f"-I{stubs}",
-        "-include",
-        str(stubs / "launch.h"),
-    ]
-    args += ["-isystem", found.stdout.strip(), "-Wall", "-Wno-unused-function"]
+    args = ["-std=c++17", f"-I{stubs}", "-isystem", found.stdout.strip(), "-Wall"]
+    args += ["-Wno-unused-function"]
+    if cuda:
+        args += ["-x", "cuda", "-nocudainc", "-nocudalib", "-Wno-unknown-cuda-version"]
+        args += [f"--cuda-{cuda}-only"]
+    else:
+        args += ["-x", "c++", "-include", str(stubs / "launch.h")]
+    if cuda == "device":
+        # Its target knows neither the constraint v nor half floats: no assembly, no variables that
+        # only assembly sets or reads.
+        args += ["-D__asm__=", "-D__volatile__(...)=", "-D_Float16=short", "-Wno-unused"]
+        args += ["-Wno-uninitialized", "-Wno-sometimes-uninitialized", "--cuda-gpu-arch=sm_70"]
+    else:
+        args += ["-mavx512f"]
     args += [f"-D{d}" for d in defines]
     unsaved = [(str(path), text)] if text else None
     unit = cindex.Index.create().parse(str(path), args=args, unsaved_files=unsaved)
@@ -142,7 +147,7 @@ def test_device_source_parses_with_clang(path, defines):
         ('vstores.mz %[lo]{mr1}', 'vstores.mz %[low]{mr1}', "unknown symbolic operand name"),
         ('XPU_OP(lo, "=&v", lo)', 'XPU_OP(lo, "&v", lo)', "invalid output constraint"),
         ("XPU_SYNC_CLUSTER();", "XPU_SYNC_CLUSTER(3);", "too many arguments"),
-        ("sm_put(shared(at.gates(j)), 2 * i,", "sm_put(shared(at.gates(j)), 2 * nothing,",
+        ("sm_put(sm + at.gates(j), 2 * i,", "sm_put(sm + at.gates(j), 2 * nothing,",
          "undeclared identifier"),
     ],
 )  # fmt: skip
@@ -152,6 +157,46 @@ def test_clang_notices(right, wrong, said):
     assert right in text
     found = clang_errors(path, text=text.replace(right, wrong, 1))
     assert any(said in e for e in found), found
+
+
+@pytest.mark.parametrize("side", ["host", "device"])
+@pytest.mark.parametrize("path", sorted(XPU.glob("kernels/*.xpu")), ids=lambda p: p.name)
+def test_device_source_parses_as_cuda(path, side):
+    assert clang_errors(path, cuda=side) == []
+
+
+@pytest.mark.parametrize(
+    ("side", "right", "wrong", "said"),
+    [
+        ("host", "(decode_kernel<2, ST>)", "launch_decode", "non-global function"),
+        ("host", "stream, true, p);", "stream, true, p, p);", "no matching function"),
+        ("device", "XPU_INLINE void load_", "inline void load_", "reference to __host__ function"),
+        ("device", "Decoder<NG, ST> d", "check_launch(0, 0); Decoder<NG, ST> d",
+         "no matching function"),
+    ],
+)  # fmt: skip
+def test_cuda_notices(side, right, wrong, said):
+    path = XPU / "kernels" / "decode.xpu"
+    text = path.read_text()
+    assert right in text
+    found = clang_errors(path, text=text.replace(right, wrong, 1), cuda=side)
+    assert any(said in e for e in found), found
+
+
+def test_arguments_have_no_padding():
+    """A device that aligns 64 bits to 4 bytes must find every member where the host put it."""
+    compiler = shutil.which("g++")
+    if not compiler:
+        pytest.skip("no g++")
+    text = '#include "params.h"\n'
+    done = subprocess.run(
+        [compiler, "-std=c++17", "-fsyntax-only", "-Wpadded", "-Werror", "-x", "c++"]
+        + [f"-I{XPU / 'kernels'}", "-"],
+        input=text,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_missing_toolchain_is_an_error_with_a_reason(monkeypatch, tmp_path):

@@ -12,7 +12,7 @@ struct ChunkItem {
 };
 
 // Entry `item` of the table; `meta` is 64 bytes of local memory. Waits for its transfer.
-__device__ inline ChunkItem read_item(uint64_t table, int item, int rows, lm_ptr<char> meta) {
+XPU_INLINE ChunkItem read_item(uint64_t table, int item, int rows, lm_ptr<char> meta) {
   ChunkItem x = {item, 0, rows, item};
   if (!table) return x;
   XPU_LOAD(table + static_cast<gm_addr>(item) * 16, meta, 16);
@@ -24,8 +24,7 @@ __device__ inline ChunkItem read_item(uint64_t table, int item, int rows, lm_ptr
 }
 
 // The row of an index vector, or -1 where it is no row of the pool.
-__device__ inline int64_t read_row(const IndexVector& index, int sequence, int P,
-                                   lm_ptr<char> meta) {
+XPU_INLINE int64_t read_row(const IndexVector& index, int sequence, int P, lm_ptr<char> meta) {
   int64_t row = sequence;
   if (index.addr) {
     XPU_LOAD(index_at(index, sequence, 0), meta, index.wide ? 8 : 4);
@@ -36,7 +35,7 @@ __device__ inline int64_t read_row(const IndexVector& index, int sequence, int P
   return row >= 0 && row < P ? row : -1;
 }
 
-__device__ inline bool read_flag(uint64_t flags, int64_t stride, int sequence, lm_ptr<char> meta) {
+XPU_INLINE bool read_flag(uint64_t flags, int64_t stride, int sequence, lm_ptr<char> meta) {
   XPU_LOAD(flags + static_cast<gm_addr>(sequence * stride), meta, 1);
   XPU_FENCE(XPU_LM_GM);
   const bool set = lm_get(meta, 0) != 0;
@@ -47,8 +46,8 @@ __device__ inline bool read_flag(uint64_t flags, int64_t stride, int sequence, l
 // Work items through two input and two output buffers: while item i is computed, i + 1 loads and
 // i - 1 stores; one fence an item ends all three. `describe` may wait for transfers of its own.
 template <typename Describe, typename Load, typename Compute, typename Store>
-__device__ inline void pipeline(int64_t first, int64_t last, Describe describe, Load fetch,
-                                Compute compute, Store put) {
+XPU_INLINE void pipeline(int64_t first, int64_t last, Describe describe, Load fetch,
+                         Compute compute, Store put) {
   if (first >= last) return;
   auto item = describe(first);
   auto before = item;

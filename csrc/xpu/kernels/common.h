@@ -10,30 +10,46 @@ namespace xpu {
 constexpr int kBlockBytes = 1024;  // of state a transfer moves, rows permitting
 constexpr int kTile = 64;          // rows of v and o a transfer moves at most
 
-__device__ inline int min_int(int a, int b) { return a < b ? a : b; }
+// Local memory that the phases of a kernel share, cut into the arrays of one of them. Arrays of
+// disjoint scopes would do if the compiler surely gave them the same bytes.
+struct Phase {
+  lm_ptr<char> at;
+  int left;
+  template <typename T>
+  XPU_INLINE lm_ptr<T> take(int n) {
+    const lm_ptr<char> p = at;
+    const int bytes = (n * static_cast<int>(sizeof(T)) + 63) / 64 * 64;
+    at = at + bytes;
+    left -= bytes;
+    XPU_CUT(p, bytes, left);
+    return lm_cast<T>(p);
+  }
+};
+
+XPU_INLINE int min_int(int a, int b) { return a < b ? a : b; }
 
 // Fills `bytes` (a multiple of 64) with zeros.
-__device__ inline void zero_fill(lm_ptr<char> p, int bytes) {
+XPU_INLINE void zero_fill(lm_ptr<char> p, int bytes) {
   vf32 z;
   zero(z);
   for (int i = 0; i < bytes; i += 64) store(p + i, z);
 }
 
-__device__ inline int64_t get_index(lm_ptr<char> p, int wide) {
+XPU_INLINE int64_t get_index(lm_ptr<char> p, int wide) {
   if (wide) return lm_get(lm_cast<int64_t>(p), 0);
   return lm_get(lm_cast<int32_t>(p), 0);
 }
 
-__device__ inline gm_addr index_at(const IndexVector& x, int64_t i, int64_t j) {
+XPU_INLINE gm_addr index_at(const IndexVector& x, int64_t i, int64_t j) {
   return x.addr + static_cast<gm_addr>((i * x.s0 + j * x.s1) * (x.wide ? 8 : 4));
 }
 
-__device__ inline gm_addr tensor_at(const Tensor4& x, int64_t b, int64_t t, int64_t h) {
+XPU_INLINE gm_addr tensor_at(const Tensor4& x, int64_t b, int64_t t, int64_t h) {
   return x.addr + static_cast<gm_addr>((b * x.sb + t * x.st + h * x.sh) * element_bytes(x.dtype));
 }
 
 // Softplus as torch computes it: linear above 20.
-__device__ inline sfloat softplus(sfloat x) {
+XPU_INLINE sfloat softplus(sfloat x) {
   if (x > 20.0f) return x;
   sfloat e = s_exp(x);
   sfloat u = 1.0f + e;
@@ -42,12 +58,12 @@ __device__ inline sfloat softplus(sfloat x) {
   return s_log(u) * s_div(e, u - 1.0f);
 }
 
-__device__ inline sfloat sigmoid(sfloat x) { return s_div(1.0f, 1.0f + s_exp(-x)); }
+XPU_INLINE sfloat sigmoid(sfloat x) { return s_div(1.0f, 1.0f + s_exp(-x)); }
 
 // The two gates of one head: 64 bytes of local memory, four slots of 16.
 struct Gates {
   template <typename P>
-  __device__ static inline void issue(const P& p, lm_ptr<char> lm, int64_t b, int64_t t, int hv) {
+  XPU_INLINE static void issue(const P& p, lm_ptr<char> lm, int64_t b, int64_t t, int hv) {
     int n = element_bytes(p.g.dtype), m = element_bytes(p.beta.dtype);
     XPU_LOAD(p.g.addr + static_cast<gm_addr>((b * p.g.sb + t * p.g.st + hv * p.g.sh) * n), lm, n);
     XPU_LOAD(
@@ -62,7 +78,7 @@ struct Gates {
 
   // The log decay g and the step size beta.
   template <typename P>
-  __device__ static inline void read(const P& p, lm_ptr<char> lm, sfloat* g, sfloat* beta) {
+  XPU_INLINE static void read(const P& p, lm_ptr<char> lm, sfloat* g, sfloat* beta) {
     sfloat a = get_element(lm, p.g.dtype, 0), b = get_element(lm + 16, p.beta.dtype, 0);
     if (p.raw_gates) {
       sfloat a_log = get_element(lm + 32, p.a_log.dtype, 0);
@@ -78,8 +94,8 @@ struct Gates {
 // One chunk of q or k from raw activations, in the element order of the state's dtype.
 // `z` is a zero register.
 template <int ST>
-__device__ inline void load_activation(lm_ptr<char> raw, int dtype, int chunk, const vf32& z,
-                                       lm_ptr<float> ordered, vf32& lo, vf32& hi) {
+XPU_INLINE void load_activation(lm_ptr<char> raw, int dtype, int chunk, const vf32& z,
+                                lm_ptr<float> ordered, vf32& lo, vf32& hi) {
   if (ST == kBf16) {
     if (dtype == kBf16) {
       Row<kBf16>::load_chunk(raw + chunk * 64, lo, hi);
@@ -104,7 +120,7 @@ __device__ inline void load_activation(lm_ptr<char> raw, int dtype, int chunk, c
 }
 
 // Even elements of each chunk first, then the odd ones: the order of bfloat16 rows.
-__device__ inline void split_even_odd(lm_ptr<char> raw, int dtype, int n, lm_ptr<float> out) {
+XPU_INLINE void split_even_odd(lm_ptr<char> raw, int dtype, int n, lm_ptr<float> out) {
   for (int i = 0; i < n; ++i)
     lm_put(out, (i & ~31) + (i & 1) * 16 + ((i & 31) >> 1), get_element(raw, dtype, i));
 }
@@ -117,9 +133,9 @@ struct Keys {
 
   // raw_q, raw_k: NG * 32 elements of the activations, zero beyond K. `ordered`: NG * 32 floats,
   // used only by bfloat16 states. `scratch`: 32 floats.
-  __device__ inline void prepare(lm_ptr<char> raw_q, int q_dtype, lm_ptr<char> raw_k, int k_dtype,
-                                 bool l2norm, sfloat scale_q, lm_ptr<float> ordered,
-                                 lm_ptr<float> scratch) {
+  XPU_INLINE void prepare(lm_ptr<char> raw_q, int q_dtype, lm_ptr<char> raw_k, int k_dtype,
+                          bool l2norm, sfloat scale_q, lm_ptr<float> ordered,
+                          lm_ptr<float> scratch) {
     vf32 z;
     zero(z);
     if (ST == kBf16 && q_dtype != kBf16) {

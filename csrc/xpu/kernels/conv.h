@@ -62,17 +62,8 @@ __device__ inline SequenceMeta read_sequence(const P& p, int n, int64_t rows_in_
   return s;
 }
 
-// Local memory of the convolution, allocated by the kernel (XPU_LM needs a name in its frame).
-#define XPU_CONV_LM(P, name)                                                     \
-  XPU_LM(float, name##_win, (kConvMaxW - 1) * kConvBlock);                       \
-  XPU_LM(float, name##_weight, kConvMaxW* kConvBlock);                           \
-  XPU_LM(float, name##_bias, kConvBlock);                                        \
-  XPU_LM(char, name##_staging, kConvStaging);                                    \
-  XPU_LM(char, name##_x, kConvBlock * 4);                                        \
-  XPU_LM(float, name##_y, kConvBlock);                                           \
-  XPU_LM(float, name##_scratch, 32);                                             \
-  ConvUnit<P> name = {name##_win, name##_weight, name##_bias,    name##_staging, \
-                      name##_x,   name##_y,      name##_scratch, -1}
+// Local memory of the convolution: window, weights, bias, x and y as rows of floats, and the rest.
+constexpr int kConvBytes = (kConvMaxW - 1 + kConvMaxW + 3) * kConvBlock * 4 + kConvStaging + 128;
 
 template <typename P>
 struct ConvUnit {
@@ -80,6 +71,16 @@ struct ConvUnit {
   lm_ptr<char> staging, x;
   lm_ptr<float> y, scratch;
   int held;  // first channel whose weights are loaded, -1 none
+
+  __device__ explicit inline ConvUnit(Phase& lm)
+      : win(lm.take<float>((kConvMaxW - 1) * kConvBlock)),
+        weight(lm.take<float>(kConvMaxW * kConvBlock)),
+        bias(lm.take<float>(kConvBlock)),
+        staging(lm.take<char>(kConvStaging)),
+        x(lm.take<char>(kConvBlock * 4)),
+        y(lm.take<float>(kConvBlock)),
+        scratch(lm.take<float>(32)),
+        held(-1) {}
 
   // weight[w][c], bias[c] as float32.
   __device__ inline void load_weights(const P& p, const ConvBlock& b) {

@@ -8,19 +8,18 @@ namespace gdn {
 namespace xpu {
 
 // Bytes of `n` elements rounded up to whole chunks.
-__device__ inline int padded_bytes(int n, int dtype) {
+XPU_INLINE int padded_bytes(int n, int dtype) {
   return (n + kChunk - 1) / kChunk * kChunk * element_bytes(dtype);
 }
 
-__device__ inline void load_any(lm_ptr<char> p, int dtype, int chunk, const vf32& z, vf32& lo,
-                                vf32& hi) {
+XPU_INLINE void load_any(lm_ptr<char> p, int dtype, int chunk, const vf32& z, vf32& lo, vf32& hi) {
   load_activation<kF32>(p, dtype, chunk, z, lm_ptr<float>(), lo, hi);
 }
 
 // Packs the high halves of 32 lanes in their order. Each merge of a pair moves one bit of a
 // halfword's position from the register number to the end of the lane number; after five of them
 // the bit that tells high from low has become the register number.
-__device__ inline vf16 pack_high_halves(const vf32& lo, const vf32& hi) {
+XPU_INLINE vf16 pack_high_halves(const vf32& lo, const vf32& hi) {
   vf16 a, b;
   XPU_ASM(
       "vmerge_l.hf %[a], %[x], %[y]\n"
@@ -41,8 +40,7 @@ __device__ inline vf16 pack_high_halves(const vf32& lo, const vf32& hi) {
   return out;
 }
 
-__device__ inline void store_any(lm_ptr<char> p, int dtype, int chunk, const vf32& lo,
-                                 const vf32& hi) {
+XPU_INLINE void store_any(lm_ptr<char> p, int dtype, int chunk, const vf32& lo, const vf32& hi) {
   if (dtype == kF16) {
     Row<kF16>::store_chunk(p + chunk * 64, lo, hi);
   } else if (dtype == kF32) {
@@ -57,7 +55,7 @@ __device__ inline void store_any(lm_ptr<char> p, int dtype, int chunk, const vf3
 }
 
 // Rounds a chunk to a 16-bit dtype and back.
-__device__ inline void round_to(int dtype, vf32& lo, vf32& hi) {
+XPU_INLINE void round_to(int dtype, vf32& lo, vf32& hi) {
   if (dtype == kF16) {
     vf16 raw;
     XPU_ASM(
@@ -77,10 +75,15 @@ __device__ inline void round_to(int dtype, vf32& lo, vf32& hi) {
   }
 }
 
+XPU_INLINE void horner_step(vf32& e, const vf32& f, sfloat c) {
+  e = vvmul_float32x16(e, f);
+  XPU_ASM("vadd.f.mz.rn %[e]{mr1}, %[c], %[e]\n", (XPU_OP(e, "+v", e)), (XPU_OP(c, "r", c)));
+}
+
 // 1 / (1 + exp(-x)), to a few units in the last place. No vector exponential or division is public,
 // so both are made of additions, products and shifts: exp by 2^n and a polynomial of degree 6 on
 // [-1/2, 1/2], the reciprocal by three Newton steps from a bit trick.
-__device__ inline vf32 sigmoid(const vf32& x) {
+XPU_INLINE vf32 sigmoid(const vf32& x) {
   // b = -x * log2(e) within [-120, 120]; there is a vector maximum but no minimum in public text.
   // r = b + 1.5 * 2^23 holds round(b) in its low bits; minus_n = -round(b).
   vf32 b, r, minus_n;
@@ -96,16 +99,15 @@ __device__ inline vf32 sigmoid(const vf32& x) {
        XPU_OP(bound, "r", sfloat(-120.0f)), XPU_OP(minus, "r", sfloat(-1.0f)),
        XPU_OP(magic, "r", sfloat(12582912.0f))));
   vf32 f = vvadd_float32x16(b, minus_n);
-  // 2^f by Horner's rule.
-  const float c[6] = {1.33335581e-3f, 9.61812911e-3f, 5.55041087e-2f,
-                      2.40226507e-1f, 6.93147181e-1f, 1.0f};
+  // 2^f by Horner's rule. Constants as operands: an array of them may be put into global memory.
   vf32 e;
   broadcast(e, sfloat(1.54035304e-4f));
-  for (int i = 0; i < 6; ++i) {
-    e = vvmul_float32x16(e, f);
-    XPU_ASM("vadd.f.mz.rn %[e]{mr1}, %[c], %[e]\n", (XPU_OP(e, "+v", e)),
-            (XPU_OP(c, "r", sfloat(c[i]))));
-  }
+  horner_step(e, f, 1.33335581e-3f);
+  horner_step(e, f, 9.61812911e-3f);
+  horner_step(e, f, 5.55041087e-2f);
+  horner_step(e, f, 2.40226507e-1f);
+  horner_step(e, f, 6.93147181e-1f);
+  horner_step(e, f, 1.0f);
   vf32 power = AS_FLOAT(svsll_uint32x16(23, AS_UINT(r)));
   XPU_ASM("vadd.u.mz %[p]{mr1}, %[one], %[p]\n", (XPU_OP(p, "+v", power)),
           (XPU_OP(one, "r", 0x3f800000)));
@@ -126,17 +128,17 @@ __device__ inline vf32 sigmoid(const vf32& x) {
   return y;
 }
 
-__device__ inline vf32 silu(const vf32& x) { return vvmul_float32x16(x, sigmoid(x)); }
+XPU_INLINE vf32 silu(const vf32& x) { return vvmul_float32x16(x, sigmoid(x)); }
 
 // One row of the gated norm: y = round(weight * round(x * rs)) * silu(gate), rs from the mean
 // square of x. `x` may be shared with `y`. Lanes beyond V are zero in x.
 struct GatedNorm {
   // weight: float32, natural order, `chunks` whole chunks. Returns the sum of squares of x.
   template <typename LoadX>
-  __device__ static inline sfloat row(LoadX load_x, lm_ptr<char> gate, int gate_dtype,
-                                      lm_ptr<float> weight, bool round_weighted, int x_dtype,
-                                      lm_ptr<char> y, int y_dtype, int chunks, sfloat inv_v,
-                                      sfloat eps, lm_ptr<float> scratch) {
+  XPU_INLINE static sfloat row(LoadX load_x, lm_ptr<char> gate, int gate_dtype,
+                               lm_ptr<float> weight, bool round_weighted, int x_dtype,
+                               lm_ptr<char> y, int y_dtype, int chunks, sfloat inv_v, sfloat eps,
+                               lm_ptr<float> scratch) {
     vf32 z, acc, lo, hi;
     zero(z);
     zero(acc);

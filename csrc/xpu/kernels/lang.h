@@ -8,9 +8,15 @@
 #include "../twin/lang.h"
 #else
 
+#include "xpu/runtime.h"
+// After what declares XPUStream.
 #include "xpu/kernel/xtdk.h"
 #include "xpu/kernel/xtdk_math.h"
 #include "xpu/kernel/xtdk_simd.h"
+
+// Of what takes vectors or holds them: a call that stays one would pass them through local memory,
+// whose stack has no room for them.
+#define XPU_INLINE __device__ inline __attribute__((always_inline))
 
 namespace gdn {
 namespace xpu {
@@ -23,19 +29,13 @@ using lm_ptr = T*;
 typedef _shared_ptr_ char* sm_ptr;
 typedef uint64_t gm_addr;
 
-// The cluster's shared memory, all of it, as one array.
-__shared__ char cluster_memory[256 * 1024];
-__device__ inline sm_ptr sm_at(int offset) {
-  return reinterpret_cast<sm_ptr>(&cluster_memory[offset]);
-}
-
 template <typename U, typename T>
-__device__ inline U* lm_cast(T* p) {
+XPU_INLINE U* lm_cast(T* p) {
   return reinterpret_cast<U*>(p);
 }
-__device__ inline sfloat s_exp(sfloat x) { return exp(x); }
-__device__ inline sfloat s_log(sfloat x) { return log(x); }
-__device__ inline uint32_t s_float_to_bits(sfloat f) {
+XPU_INLINE sfloat s_exp(sfloat x) { return exp(x); }
+XPU_INLINE sfloat s_log(sfloat x) { return log(x); }
+XPU_INLINE uint32_t s_float_to_bits(sfloat f) {
   union {
     float f;
     uint32_t u;
@@ -43,7 +43,7 @@ __device__ inline uint32_t s_float_to_bits(sfloat f) {
   c.f = f;
   return c.u;
 }
-__device__ inline sfloat s_bits_to_float(uint32_t u) {
+XPU_INLINE sfloat s_bits_to_float(uint32_t u) {
   union {
     uint32_t u;
     float f;
@@ -51,7 +51,7 @@ __device__ inline sfloat s_bits_to_float(uint32_t u) {
   c.u = u;
   return c.f;
 }
-__device__ inline sfloat s_half_to_float(uint16_t h) {
+XPU_INLINE sfloat s_half_to_float(uint16_t h) {
   union {
     uint16_t u;
     _Float16 h;
@@ -59,7 +59,7 @@ __device__ inline sfloat s_half_to_float(uint16_t h) {
   c.u = h;
   return static_cast<float>(c.h);
 }
-__device__ inline uint16_t s_float_to_half(sfloat f) {
+XPU_INLINE uint16_t s_float_to_half(sfloat f) {
   union {
     uint16_t u;
     _Float16 h;
@@ -71,6 +71,11 @@ __device__ inline uint16_t s_float_to_half(sfloat f) {
 }  // namespace xpu
 }  // namespace gdn
 
+// A kernel's array in its cluster's shared memory, declared in the kernel itself.
+#define XPU_SM(name, n)                     \
+  __simd__ __shared__ char name##_array[n]; \
+  const sm_ptr name = reinterpret_cast<sm_ptr>(name##_array)
+#define XPU_CUT(at, bytes, left) (void)(left)  // the twin checks
 #define XPU_GM(addr) (reinterpret_cast<__global_ptr__ char*>(addr))
 #define XPU_LM(T, name, n)      \
   __simd__ T name##_storage[n]; \
@@ -79,10 +84,20 @@ __device__ inline uint16_t s_float_to_half(sfloat f) {
 #define lm_put(p, i, v) ((p)[i] = (v))
 #define sm_get(p, i) (reinterpret_cast<_shared_ptr_ float*>(p)[i])
 #define sm_put(p, i, v) (reinterpret_cast<_shared_ptr_ float*>(p)[i] = (v))
-#define XPU_LOAD(gm, lm, bytes) GM2LM_ASYNC(XPU_GM(gm), lm, bytes)
-#define XPU_STORE(lm, gm, bytes) LM2GM_ASYNC(lm, XPU_GM(gm), bytes)
+// The vendor's may be macros of several statements.
+#define XPU_LOAD(gm, lm, bytes)           \
+  do {                                    \
+    GM2LM_ASYNC(XPU_GM(gm), (lm), bytes); \
+  } while (0)
+#define XPU_STORE(lm, gm, bytes)          \
+  do {                                    \
+    LM2GM_ASYNC((lm), XPU_GM(gm), bytes); \
+  } while (0)
 #define XPU_FENCE(spaces) __builtin_xpu2_mfence(spaces)
-#define XPU_SYNC_CLUSTER() sync_cluster()
+#define XPU_SYNC_CLUSTER() \
+  do {                     \
+    sync_cluster();        \
+  } while (0)
 
 #define XPU_LIST(...) __VA_ARGS__
 #define XPU_OP(name, constraint, value) [name] constraint(value)
@@ -94,9 +109,21 @@ __device__ inline uint16_t s_float_to_half(sfloat f) {
 #define AS_UINT(v) ((uint32x16_t)(v))
 #define AS_FLOAT(v) ((float32x16_t)(v))
 
+// A launch is an error code, or, from a compiler without -fxpu-launch-return, nothing: the comma
+// operator makes either a Launched.
+namespace gdn {
+namespace xpu {
+struct Launched {
+  int error;
+};
+inline Launched operator,(int error, Launched) { return {error}; }
+}  // namespace xpu
+}  // namespace gdn
 #if !defined(XPU_LAUNCH)  // a syntax check on a host compiler brings its own
-#define XPU_LAUNCH(name, kernel, clusters, cores, stream, barriers, ...) \
-  kernel<<<clusters, cores, static_cast<XPUStream>(stream)>>>(__VA_ARGS__)
+#define XPU_LAUNCH(name, kernel, clusters, cores, stream, barriers, ...)                        \
+  check_launch(name, (kernel<<<clusters, cores, static_cast<XPUStream>(stream)>>>(__VA_ARGS__), \
+                      Launched{0})                                                              \
+                         .error)
 #endif
 #endif
 
@@ -125,6 +152,8 @@ __device__ inline uint16_t s_float_to_half(sfloat f) {
 #define XPU_IF_NO_MERGE32(with, without) without
 #endif
 #endif
+
+constexpr int kSharedBytes = 256 * 1024;  // of a cluster
 
 // Spaces a fence waits for, the operand of the vendor's mfence.
 #define XPU_LM_ONLY 1  // between vector and scalar accesses to the same local bytes

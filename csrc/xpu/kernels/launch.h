@@ -7,6 +7,10 @@
 namespace gdn {
 namespace xpu {
 
+// Throws if the runtime refused a launch, whose code is then not 0.
+void check_launch(const char* kernel, int error);
+
+// How many a launch asks for. Kernels use what they are given (core_num, cluster_num).
 constexpr int kChipClusters = 12;
 constexpr int kClusterCores = 64;
 

@@ -1,12 +1,18 @@
-// Launch arguments. Plain data, at most 512 bytes a kernel, no type whose size differs between host
-// and device (there size_t and pointers to local memory have 32 bits). Addresses are global-memory
-// addresses; strides count elements.
+// Launch arguments. Plain data, no type whose size differs between host and device (there size_t
+// and pointers to local memory have 32 bits), and no padding but `pad`: a device whose registers
+// have 32 bits may align 64 to 4 bytes. Addresses are global-memory addresses; strides count
+// elements.
 #pragma once
 
 #include <cstdint>
 
 namespace gdn {
 namespace xpu {
+
+static_assert(sizeof(int64_t) == 8 && sizeof(float) == 4, "the same blocks on host and device");
+
+// Of a launch: the 128 words seen for xpu2, less three for the ids of a kernel.
+constexpr int kArgumentBytes = 500;
 
 struct Tensor4 {  // [batch, token, head, channel], channels contiguous
   uint64_t addr;
@@ -49,7 +55,7 @@ struct RecurrentParams {
   float scale;
   int32_t pad;
 };
-static_assert(sizeof(RecurrentParams) <= 512, "launch arguments");
+static_assert(sizeof(RecurrentParams) <= kArgumentBytes, "launch arguments");
 
 // Windows of pending updates, with a base state (state != 0) or without (low-rank).
 struct WindowParams {
@@ -61,15 +67,15 @@ struct WindowParams {
   int32_t sk_p, sk_h, sk_r, su_p, su_h, su_r, sg_p, sg_h, sg_r, s_fill;
   IndexVector rows, cu, accepted;
   uint64_t has_init;
-  int32_t s_has, unit, units_per_head, state_dtype;
-  int32_t k_dtype, u_dtype, R, P;
-  int32_t N, T, H, HV;
-  int16_t K, V;
-  int16_t token, l2norm;  // index of the token within its sequence
+  int32_t s_has, P, N, T, H, HV;
   float scale;
-  int32_t flush;  // 1: fold what there is; 2: forget it
+  int16_t K, V, R, unit, units_per_head;
+  int16_t token;  // its index within its sequence
+  int8_t state_dtype, k_dtype, u_dtype, l2norm;
+  int8_t flush;  // 1: fold what there is; 2: forget it
+  int8_t pad[3];
 };
-static_assert(sizeof(WindowParams) <= 512, "launch arguments");
+static_assert(sizeof(WindowParams) <= kArgumentBytes, "launch arguments");
 
 // The convolution alone (H = 0: y = conv(x)) or with split, gates and norm (q, k, v in y, k, v).
 struct ConvParams {
@@ -91,7 +97,7 @@ struct ConvParams {
   int32_t blocks, tiles, tile;  // channel blocks; pieces of `tile` tokens a sequence is cut into
   int32_t gate_units;           // 0 or 1: whether gates are computed
 };
-static_assert(sizeof(ConvParams) <= 512, "launch arguments");
+static_assert(sizeof(ConvParams) <= kArgumentBytes, "launch arguments");
 
 // One token a sequence, the layer between its projections. `x` is the packed projection, its
 // columns q | k | v | z | b | a; the fields the convolution reads have the names of ConvParams.
@@ -114,7 +120,7 @@ struct DecodeParams {
   int16_t W, pad;
   float scale, eps, inv_v;
 };
-static_assert(sizeof(DecodeParams) <= 512, "launch arguments");
+static_assert(sizeof(DecodeParams) <= kArgumentBytes, "launch arguments");
 
 // x and gate are rows of V channels; y is contiguous, of x's dtype.
 struct NormParams {
@@ -125,6 +131,7 @@ struct NormParams {
   int32_t V, dtype, gate_dtype, heads;
   int32_t quiet;  // rows of zeros give zeros, whatever their gate holds: padding
   float eps, inv_v;
+  int32_t pad;
 };
 
 // Where the chunks of a prefill are. Both tables: int32 [*, 4], see kernels/chunk_plan.xpu.
@@ -153,8 +160,9 @@ struct ChunkRowsParams {
   int32_t whole;  // only items whose entry of `of` has this many rows; 0: all
   uint64_t of;    // a table of chunks
   float scale;
+  int32_t pad;
 };
-static_assert(sizeof(ChunkRowsParams) <= 512, "launch arguments");
+static_assert(sizeof(ChunkRowsParams) <= kArgumentBytes, "launch arguments");
 
 constexpr int kGateRows = 5;  // decay, beta, w, D_last, beta w of the tokens of a chunk
 
@@ -166,7 +174,7 @@ struct ChunkParams {
   uint64_t kk, qk;   // float32 [chunks, H, C, C]
   uint64_t A, M;     // float32 [chunks, HV, C, C]
   uint64_t inverse;  // the same; only its diagonal blocks are written
-  int32_t chunks, H, HV, T, C;
+  int32_t chunks, H, HV, T, C, pad;
 };
 
 // Windows in a pool, or in scratch, where they are dense and float32.
@@ -176,6 +184,7 @@ struct WindowPlace {
   int64_t sf;
   int32_t dtype_k, dtype_u;
   int32_t pool;  // whether rows are pool rows; otherwise they are items
+  int32_t pad;
 };
 
 // Windows of the low-rank form, moved and extended (to a pool: only those of sequences with a
@@ -191,9 +200,9 @@ struct ChunkWindowParams {
   uint64_t has_init;
   int64_t s_has;
   int32_t round_k, round_u;
-  int32_t items, P, R, H, HV, K, V, C, T;
+  int32_t items, P, R, H, HV, K, V, C, T, pad;
 };
-static_assert(sizeof(ChunkWindowParams) <= 512, "launch arguments");
+static_assert(sizeof(ChunkWindowParams) <= kArgumentBytes, "launch arguments");
 
 }  // namespace xpu
 }  // namespace gdn

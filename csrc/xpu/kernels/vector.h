@@ -13,59 +13,59 @@ enum { kF32 = 0, kBf16 = 1, kF16 = 2 };  // the values of gdn::DType
 
 constexpr int kChunk = 32;
 
-__device__ inline int element_bytes(int dtype) { return dtype == kF32 ? 4 : 2; }
+XPU_INLINE int element_bytes(int dtype) { return dtype == kF32 ? 4 : 2; }
 
-__device__ inline void zero(vf32& v) {
+XPU_INLINE void zero(vf32& v) {
   XPU_ASM("vxor.s.mz %[v]{mr1}, %[v], %[v]\n", (XPU_OP(v, "=&v", v)), ());
 }
 
-__device__ inline void broadcast(vf32& v, sfloat s) {
+XPU_INLINE void broadcast(vf32& v, sfloat s) {
   XPU_ASM(
       "vxor.s.mz %[v]{mr1}, %[v], %[v]\n"
       "vadd.f.mz.rn %[v]{mr1}, %[s], %[v]\n",
       (XPU_OP(v, "=&v", v)), (XPU_OP(s, "r", s)));
 }
 
-__device__ inline void scale(vf32& v, sfloat s) {
+XPU_INLINE void scale(vf32& v, sfloat s) {
   XPU_ASM("vmul.f.mz.rn %[v]{mr1}, %[s], %[v]\n", (XPU_OP(v, "+v", v)), (XPU_OP(s, "r", s)));
 }
 
-__device__ inline void multiply_add(vf32& acc, const vf32& a, const vf32& b) {
+XPU_INLINE void multiply_add(vf32& acc, const vf32& a, const vf32& b) {
   XPU_ASM("vmac.f.mz.rn %[acc]{mr1}, %[a], %[b]\n", (XPU_OP(acc, "+v", acc)),
           (XPU_OP(a, "v", a), XPU_OP(b, "v", b)));
 }
 
 template <typename T>
-__device__ inline void load(vf32& v, lm_ptr<T> p) {
+XPU_INLINE void load(vf32& v, lm_ptr<T> p) {
   XPU_ASM_MEM("vload.mz %[v]{mr1}, 0(%[p])\n", (XPU_OP(v, "=v", v)), (XPU_OP(p, "r", p)));
 }
 
 template <typename T>
-__device__ inline void store(lm_ptr<T> p, const vf32& v) {
+XPU_INLINE void store(lm_ptr<T> p, const vf32& v) {
   XPU_ASM_MEM("vstore.mz %[v]{mr1}, 0(%[p])\n", (), (XPU_OP(v, "v", v), XPU_OP(p, "r", p)));
 }
 
-__device__ inline sfloat s_sqrt(sfloat x) {
+XPU_INLINE sfloat s_sqrt(sfloat x) {
   sfloat r;
   XPU_ASM("sqrt.f.rn %[r], %[x]\n", (XPU_OP(r, "=r", r)), (XPU_OP(x, "r", x)));
   return r;
 }
 
-__device__ inline sfloat s_div(sfloat a, sfloat b) {
+XPU_INLINE sfloat s_div(sfloat a, sfloat b) {
   sfloat r;
   XPU_ASM("div.f.rn %[r], %[a], %[b]\n", (XPU_OP(r, "=r", r)),
           (XPU_OP(a, "r", a), XPU_OP(b, "r", b)));
   return r;
 }
 
-__device__ inline sfloat s_rsqrt(sfloat x) { return s_div(1.0f, s_sqrt(x)); }
+XPU_INLINE sfloat s_rsqrt(sfloat x) { return s_div(1.0f, s_sqrt(x)); }
 
 // Sums of the lanes of two accumulators; `scratch`: 32 floats. Both store and let the scalar unit
 // finish. With merges: after two levels of merge and add, lane 4i holds a partial sum of `a` and
 // lane 4i + 2 one of `b`, i = 0..3.
 #if !defined(GDN_XPU_NO_MERGE32) || defined(GDN_XPU_TWIN)
-__device__ inline void lane_sums_merged(const vf32& a, const vf32& b, lm_ptr<float> scratch,
-                                        sfloat* sum_a, sfloat* sum_b) {
+XPU_INLINE void lane_sums_merged(const vf32& a, const vf32& b, lm_ptr<float> scratch, sfloat* sum_a,
+                                 sfloat* sum_b) {
   vf32 s = vvadd_float32x16(vvmerge_l_float32x16(a, b), vvmerge_h_float32x16(a, b));
   s = vvadd_float32x16(vvmerge_l_float32x16(s, s), vvmerge_h_float32x16(s, s));
   store(scratch, s);
@@ -75,8 +75,8 @@ __device__ inline void lane_sums_merged(const vf32& a, const vf32& b, lm_ptr<flo
 }
 #endif
 
-__device__ inline void lane_sums_stored(const vf32& a, const vf32& b, lm_ptr<float> scratch,
-                                        sfloat* sum_a, sfloat* sum_b) {
+XPU_INLINE void lane_sums_stored(const vf32& a, const vf32& b, lm_ptr<float> scratch, sfloat* sum_a,
+                                 sfloat* sum_b) {
   store(scratch, a);
   store(scratch + 16, b);
   XPU_FENCE(XPU_LM_ONLY);
@@ -91,8 +91,8 @@ __device__ inline void lane_sums_stored(const vf32& a, const vf32& b, lm_ptr<flo
   *sum_b = (tb[0] + tb[2]) + (tb[1] + tb[3]);
 }
 
-__device__ inline void lane_sums(const vf32& a, const vf32& b, lm_ptr<float> scratch, sfloat* sum_a,
-                                 sfloat* sum_b) {
+XPU_INLINE void lane_sums(const vf32& a, const vf32& b, lm_ptr<float> scratch, sfloat* sum_a,
+                          sfloat* sum_b) {
   XPU_IF_NO_MERGE32(lane_sums_stored(a, b, scratch, sum_a, sum_b),
                     lane_sums_merged(a, b, scratch, sum_a, sum_b));
 }
@@ -104,17 +104,17 @@ struct Factor {
   sfloat scalar;
 };
 
-__device__ inline void set_factor(Factor& f, sfloat s) {
+XPU_INLINE void set_factor(Factor& f, sfloat s) {
   f.scalar = s;
   XPU_IF_SCALAR_MAC((void)0, broadcast(f.lanes, s));
 }
 
-__device__ inline void multiply_add_scalar(vf32& acc, sfloat s, const vf32& v) {
+XPU_INLINE void multiply_add_scalar(vf32& acc, sfloat s, const vf32& v) {
   XPU_ASM("vmac.f.mz.rn %[acc]{mr1}, %[s], %[v]\n", (XPU_OP(acc, "+v", acc)),
           (XPU_OP(s, "r", s), XPU_OP(v, "v", v)));
 }
 
-__device__ inline void multiply_add(vf32& acc, const Factor& f, const vf32& v) {
+XPU_INLINE void multiply_add(vf32& acc, const Factor& f, const vf32& v) {
   XPU_IF_SCALAR_MAC(multiply_add_scalar(acc, f.scalar, v), multiply_add(acc, f.lanes, v));
 }
 
@@ -135,7 +135,7 @@ template <>
 struct Row<kF16> {
   static constexpr int kBytes = 2;
 
-  __device__ static inline void load_chunk(lm_ptr<char> p, vf32& lo, vf32& hi) {
+  XPU_INLINE static void load_chunk(lm_ptr<char> p, vf32& lo, vf32& hi) {
     vf16 raw;
     XPU_ASM_MEM(
         "vload.mz %[raw]{mr1}, 0(%[p])\n"
@@ -145,7 +145,7 @@ struct Row<kF16> {
         (XPU_OP(p, "r", p)));
   }
 
-  __device__ static inline void store_chunk(lm_ptr<char> p, const vf32& lo, const vf32& hi) {
+  XPU_INLINE static void store_chunk(lm_ptr<char> p, const vf32& lo, const vf32& hi) {
     vf16 raw;
     XPU_ASM_MEM(
         "vfloat2fp16_l.rn %[raw], %[lo]\n"
@@ -154,9 +154,9 @@ struct Row<kF16> {
         (XPU_OP(raw, "=&v", raw)), (XPU_OP(lo, "v", lo), XPU_OP(hi, "v", hi), XPU_OP(p, "r", p)));
   }
 
-  __device__ static inline void load_dot(lm_ptr<char> p, vf32& lo, vf32& hi, vf32& dot_k,
-                                         vf32& dot_q, const vf32& k_lo, const vf32& k_hi,
-                                         const vf32& q_lo, const vf32& q_hi) {
+  XPU_INLINE static void load_dot(lm_ptr<char> p, vf32& lo, vf32& hi, vf32& dot_k, vf32& dot_q,
+                                  const vf32& k_lo, const vf32& k_hi, const vf32& q_lo,
+                                  const vf32& q_hi) {
     vf16 raw;
     XPU_ASM_MEM(
         "vload.mz %[raw]{mr1}, 0(%[p])\n"
@@ -172,15 +172,14 @@ struct Row<kF16> {
          XPU_OP(qh, "v", q_hi)));
   }
 
-  __device__ static inline void update_store(lm_ptr<char> p, vf32& lo, vf32& hi, sfloat d,
-                                             const Factor& u, const vf32& k_lo, const vf32& k_hi) {
+  XPU_INLINE static void update_store(lm_ptr<char> p, vf32& lo, vf32& hi, sfloat d, const Factor& u,
+                                      const vf32& k_lo, const vf32& k_hi) {
     XPU_IF_SCALAR_MAC(update_store_scalar(p, lo, hi, d, u.scalar, k_lo, k_hi),
                       update_store_lanes(p, lo, hi, d, u.lanes, k_lo, k_hi));
   }
 
-  __device__ static inline void update_store_lanes(lm_ptr<char> p, vf32& lo, vf32& hi, sfloat d,
-                                                   const vf32& u, const vf32& k_lo,
-                                                   const vf32& k_hi) {
+  XPU_INLINE static void update_store_lanes(lm_ptr<char> p, vf32& lo, vf32& hi, sfloat d,
+                                            const vf32& u, const vf32& k_lo, const vf32& k_hi) {
     vf16 raw;
     XPU_ASM_MEM(XPU_DECAY_ADD
                 "vfloat2fp16_l.rn %[raw], %[lo]\n"
@@ -191,8 +190,8 @@ struct Row<kF16> {
                  XPU_OP(kh, "v", k_hi)));
   }
 
-  __device__ static inline void update_store_scalar(lm_ptr<char> p, vf32& lo, vf32& hi, sfloat d,
-                                                    sfloat u, const vf32& k_lo, const vf32& k_hi) {
+  XPU_INLINE static void update_store_scalar(lm_ptr<char> p, vf32& lo, vf32& hi, sfloat d, sfloat u,
+                                             const vf32& k_lo, const vf32& k_hi) {
     vf16 raw;
     XPU_ASM_MEM(XPU_DECAY_ADD
                 "vfloat2fp16_l.rn %[raw], %[lo]\n"
@@ -204,28 +203,27 @@ struct Row<kF16> {
   }
 };
 
-__device__ inline void decay_add_lanes(vf32& lo, vf32& hi, sfloat d, const vf32& u,
-                                       const vf32& k_lo, const vf32& k_hi) {
+XPU_INLINE void decay_add_lanes(vf32& lo, vf32& hi, sfloat d, const vf32& u, const vf32& k_lo,
+                                const vf32& k_hi) {
   XPU_ASM(XPU_DECAY_ADD, (XPU_OP(lo, "+v", lo), XPU_OP(hi, "+v", hi)),
           (XPU_OP(d, "r", d), XPU_OP(u, "v", u), XPU_OP(kl, "v", k_lo), XPU_OP(kh, "v", k_hi)));
 }
 
-__device__ inline void decay_add_scalar(vf32& lo, vf32& hi, sfloat d, sfloat u, const vf32& k_lo,
-                                        const vf32& k_hi) {
+XPU_INLINE void decay_add_scalar(vf32& lo, vf32& hi, sfloat d, sfloat u, const vf32& k_lo,
+                                 const vf32& k_hi) {
   XPU_ASM(XPU_DECAY_ADD, (XPU_OP(lo, "+v", lo), XPU_OP(hi, "+v", hi)),
           (XPU_OP(d, "r", d), XPU_OP(u, "r", u), XPU_OP(kl, "v", k_lo), XPU_OP(kh, "v", k_hi)));
 }
 
-__device__ inline void decay_add(vf32& lo, vf32& hi, sfloat d, const Factor& u, const vf32& k_lo,
-                                 const vf32& k_hi) {
+XPU_INLINE void decay_add(vf32& lo, vf32& hi, sfloat d, const Factor& u, const vf32& k_lo,
+                          const vf32& k_hi) {
   XPU_IF_SCALAR_MAC(decay_add_scalar(lo, hi, d, u.scalar, k_lo, k_hi),
                     decay_add_lanes(lo, hi, d, u.lanes, k_lo, k_hi));
 }
 
 // Both halves of a chunk against k and q.
-__device__ inline void dot_chunk(const vf32& lo, const vf32& hi, vf32& dot_k, vf32& dot_q,
-                                 const vf32& k_lo, const vf32& k_hi, const vf32& q_lo,
-                                 const vf32& q_hi) {
+XPU_INLINE void dot_chunk(const vf32& lo, const vf32& hi, vf32& dot_k, vf32& dot_q,
+                          const vf32& k_lo, const vf32& k_hi, const vf32& q_lo, const vf32& q_hi) {
   XPU_ASM(
       "vmac.f.mz.rn %[dk]{mr1}, %[lo], %[kl]\n"
       "vmac.f.mz.rn %[dq]{mr1}, %[lo], %[ql]\n"
@@ -240,7 +238,7 @@ template <>
 struct Row<kF32> {
   static constexpr int kBytes = 4;
 
-  __device__ static inline void load_chunk(lm_ptr<char> p, vf32& lo, vf32& hi) {
+  XPU_INLINE static void load_chunk(lm_ptr<char> p, vf32& lo, vf32& hi) {
     XPU_ASM_MEM(
         "vload.mz %[lo]{mr1}, 0(%[p0])\n"
         "vload.mz %[hi]{mr1}, 0(%[p1])\n",
@@ -248,7 +246,7 @@ struct Row<kF32> {
         (XPU_OP(p0, "r", p), XPU_OP(p1, "r", p + 64)));
   }
 
-  __device__ static inline void store_chunk(lm_ptr<char> p, const vf32& lo, const vf32& hi) {
+  XPU_INLINE static void store_chunk(lm_ptr<char> p, const vf32& lo, const vf32& hi) {
     XPU_ASM_MEM(
         "vstore.mz %[lo]{mr1}, 0(%[p0])\n"
         "vstore.mz %[hi]{mr1}, 0(%[p1])\n",
@@ -256,22 +254,22 @@ struct Row<kF32> {
         (XPU_OP(lo, "v", lo), XPU_OP(hi, "v", hi), XPU_OP(p0, "r", p), XPU_OP(p1, "r", p + 64)));
   }
 
-  __device__ static inline void load_dot(lm_ptr<char> p, vf32& lo, vf32& hi, vf32& dot_k,
-                                         vf32& dot_q, const vf32& k_lo, const vf32& k_hi,
-                                         const vf32& q_lo, const vf32& q_hi) {
+  XPU_INLINE static void load_dot(lm_ptr<char> p, vf32& lo, vf32& hi, vf32& dot_k, vf32& dot_q,
+                                  const vf32& k_lo, const vf32& k_hi, const vf32& q_lo,
+                                  const vf32& q_hi) {
     load_chunk(p, lo, hi);
     dot_chunk(lo, hi, dot_k, dot_q, k_lo, k_hi, q_lo, q_hi);
   }
 
-  __device__ static inline void update_store(lm_ptr<char> p, vf32& lo, vf32& hi, sfloat d,
-                                             const Factor& u, const vf32& k_lo, const vf32& k_hi) {
+  XPU_INLINE static void update_store(lm_ptr<char> p, vf32& lo, vf32& hi, sfloat d, const Factor& u,
+                                      const vf32& k_lo, const vf32& k_hi) {
     decay_add(lo, hi, d, u, k_lo, k_hi);
     store_chunk(p, lo, hi);
   }
 };
 
 // Rounds 16 floats to bfloat16, to nearest even, in the high halves of their lanes.
-__device__ inline void round_bf16(vf32& v) {
+XPU_INLINE void round_bf16(vf32& v) {
   vf32 odd, up;
   XPU_ASM(
       "vand.u.mz %[odd]{mr1}, %[bit], %[v]\n"
@@ -286,7 +284,7 @@ template <>
 struct Row<kBf16> {
   static constexpr int kBytes = 2;
 
-  __device__ static inline void load_chunk(lm_ptr<char> p, vf32& even, vf32& odd) {
+  XPU_INLINE static void load_chunk(lm_ptr<char> p, vf32& even, vf32& odd) {
     vf32 raw;
     XPU_ASM_MEM(
         "vload.mz %[raw]{mr1}, 0(%[p])\n"
@@ -296,7 +294,7 @@ struct Row<kBf16> {
     even = AS_FLOAT(svsll_uint32x16(16, AS_UINT(raw)));
   }
 
-  __device__ static inline void store_chunk(lm_ptr<char> p, const vf32& even, const vf32& odd) {
+  XPU_INLINE static void store_chunk(lm_ptr<char> p, const vf32& even, const vf32& odd) {
     vf32 e = even, o = odd;
     round_bf16(e);
     round_bf16(o);
@@ -311,29 +309,29 @@ struct Row<kBf16> {
     store(p, both);
   }
 
-  __device__ static inline void load_dot(lm_ptr<char> p, vf32& lo, vf32& hi, vf32& dot_k,
-                                         vf32& dot_q, const vf32& k_lo, const vf32& k_hi,
-                                         const vf32& q_lo, const vf32& q_hi) {
+  XPU_INLINE static void load_dot(lm_ptr<char> p, vf32& lo, vf32& hi, vf32& dot_k, vf32& dot_q,
+                                  const vf32& k_lo, const vf32& k_hi, const vf32& q_lo,
+                                  const vf32& q_hi) {
     load_chunk(p, lo, hi);
     dot_chunk(lo, hi, dot_k, dot_q, k_lo, k_hi, q_lo, q_hi);
   }
 
-  __device__ static inline void update_store(lm_ptr<char> p, vf32& lo, vf32& hi, sfloat d,
-                                             const Factor& u, const vf32& k_lo, const vf32& k_hi) {
+  XPU_INLINE static void update_store(lm_ptr<char> p, vf32& lo, vf32& hi, sfloat d, const Factor& u,
+                                      const vf32& k_lo, const vf32& k_hi) {
     decay_add(lo, hi, d, u, k_lo, k_hi);
     store_chunk(p, lo, hi);
   }
 };
 
 // Element i of an array of a run-time dtype.
-__device__ inline sfloat get_element(lm_ptr<char> p, int dtype, int i) {
+XPU_INLINE sfloat get_element(lm_ptr<char> p, int dtype, int i) {
   if (dtype == kF32) return lm_get(lm_cast<float>(p), i);
   uint16_t h = lm_get(lm_cast<uint16_t>(p), i);
   if (dtype == kF16) return s_half_to_float(h);
   return s_bits_to_float(static_cast<uint32_t>(h) << 16);
 }
 
-__device__ inline void put_element(lm_ptr<char> p, int dtype, int i, sfloat v) {
+XPU_INLINE void put_element(lm_ptr<char> p, int dtype, int i, sfloat v) {
   if (dtype == kF32) {
     lm_put(lm_cast<float>(p), i, v);
   } else if (dtype == kF16) {

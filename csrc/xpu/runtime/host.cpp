@@ -109,6 +109,12 @@ int32_t pieces(int64_t n, int64_t size) { return static_cast<int32_t>((n + size 
 
 }  // namespace
 
+void check_launch(const char* kernel, int error) {
+  if (error)
+    throw std::runtime_error(std::string("launch of the XPU kernel ") + kernel +
+                             ": the runtime says " + std::to_string(error));
+}
+
 Cut cut_rows(int64_t heads, int64_t V) {
   Cut best{1, static_cast<int>(V), heads * V};
   double best_cost = 0;
@@ -186,15 +192,16 @@ namespace {
 WindowParams window_params(const RecurrentArgs& a) {
   if (a.K != 64 && a.K != 128 && a.K != 256)
     throw Unsupported("K = " + std::to_string(a.K) + ": the XPU windows take K = 64, 128 or 256");
-  if (a.V % 32 != 0)
-    throw Unsupported("V = " + std::to_string(a.V) + ": the XPU windows take multiples of 32");
+  if (a.V % 32 != 0 || a.V > INT16_MAX)
+    throw Unsupported("V = " + std::to_string(a.V) +
+                      ": the XPU windows take multiples of 32 below 2^15");
   WindowParams p{};
   if (a.state.ptr) {
     p.state = address(a.state.ptr);
     p.s_p = a.state.s_p;
     p.s_h = a.state.s_h;
     p.s_v = a.state.s_v;
-    p.state_dtype = static_cast<int32_t>(a.state.dtype);
+    p.state_dtype = static_cast<int8_t>(a.state.dtype);
   }
   const Window& w = a.window;
   for (int64_t stride :
@@ -214,9 +221,9 @@ WindowParams window_params(const RecurrentArgs& a) {
   p.sg_h = static_cast<int32_t>(w.sg_h);
   p.sg_r = static_cast<int32_t>(w.sg_r);
   p.s_fill = static_cast<int32_t>(w.s_fill);
-  p.k_dtype = static_cast<int32_t>(w.k_dtype);
-  p.u_dtype = static_cast<int32_t>(w.u_dtype);
-  p.R = static_cast<int32_t>(w.R);
+  p.k_dtype = static_cast<int8_t>(w.k_dtype);
+  p.u_dtype = static_cast<int8_t>(w.u_dtype);
+  p.R = static_cast<int16_t>(w.R);
   p.P = static_cast<int32_t>(a.seqs.P);
   int64_t s_has = 0;
   set_sequences(a.seqs, &p.rows, &p.cu, &p.accepted, &p.has_init, &s_has);
@@ -230,7 +237,7 @@ WindowParams window_params(const RecurrentArgs& a) {
   // Whole heads where they fill the chip, so that a core reads the keys of a window once a key
   // head; pieces where they do not. Its products with the keys cost a core about as much as 16
   // rows.
-  p.unit = static_cast<int32_t>(a.V);
+  p.unit = static_cast<int16_t>(a.V);
   int64_t best = std::numeric_limits<int64_t>::max();
   for (int64_t unit : {a.V, int64_t{128}, int64_t{64}, int64_t{32}, int64_t{16}, int64_t{8}}) {
     if (unit > a.V || a.V % unit != 0) continue;
@@ -238,9 +245,9 @@ WindowParams window_params(const RecurrentArgs& a) {
     const int64_t cost = (units + kChipCores - 1) / kChipCores * (unit + 16);
     if (cost >= best) continue;
     best = cost;
-    p.unit = static_cast<int32_t>(unit);
+    p.unit = static_cast<int16_t>(unit);
   }
-  p.units_per_head = pieces(a.V, p.unit);
+  p.units_per_head = static_cast<int16_t>(pieces(a.V, p.unit));
   return p;
 }
 

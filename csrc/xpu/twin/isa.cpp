@@ -414,7 +414,6 @@ void AsmSite::run(const Operand* ops, int n, int outputs) {
       case Op::vloads:
       case Op::vstores: {
         uint32_t o = static_cast<uint32_t>(ops[in.b].bits);
-        if (o % 64) fail(where_, "vector access at shared address " + std::to_string(o));
         if (in.op == Op::vloads)
           sm_read(o, vec(in.a).b, 64, Unit::vector, where_);
         else

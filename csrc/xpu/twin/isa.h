@@ -7,6 +7,7 @@
 
 #include <array>
 #include <cstdint>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -26,14 +27,27 @@ struct alignas(64) Vec {
     float f[16];
   };
   bool defined = false;
-  Vec() {}
+  Vec() { enter(); }
+  Vec(const Vec& o) : defined(o.defined) {
+    std::memcpy(b, o.b, 64);
+    enter();
+  }
+  Vec& operator=(const Vec&) = default;
+  ~Vec() { current->vectors_alive -= 1; }
+
+ private:
+  static void enter() {
+    const int n = ++current->vectors_alive;
+    if (static_cast<uint64_t>(n) > current->counters.vectors_alive)
+      current->counters.vectors_alive = static_cast<uint64_t>(n);
+  }
 };
 
 // A scalar float of the device: arithmetic is counted.
 struct F32 {
   float v;
-  F32() : v(0.f) {}
-  F32(float x) : v(x) {}  // NOLINT: implicit, as on the device
+  F32() : v(std::numeric_limits<float>::quiet_NaN()) {}  // whatever the register held
+  F32(float x) : v(x) {}                                 // NOLINT: implicit, as on the device
   explicit operator float() const { return v; }
 };
 inline void count_scalar(int n = 1) { current->counters.scalar += n; }
@@ -54,10 +68,6 @@ struct LmPtr {
   LmPtr() {}
   explicit LmPtr(T* q) : p(q) {}
   LmPtr operator+(int n) const { return LmPtr(p + n); }
-};
-struct SmPtr {  // byte offset in the cluster's shared memory
-  uint32_t at = 0;
-  SmPtr operator+(int bytes) const { return SmPtr{at + static_cast<uint32_t>(bytes)}; }
 };
 
 // One operand of a block as the kernel passes it.

@@ -8,6 +8,7 @@
 
 #define __global__ static
 #define __device__
+#define XPU_INLINE inline
 
 namespace gdn {
 namespace xpu {
@@ -19,7 +20,6 @@ template <typename T>
 using lm_ptr = twin::LmPtr<T>;
 using sm_ptr = twin::SmPtr;
 using gm_addr = uint64_t;
-inline sm_ptr sm_at(int offset) { return sm_ptr{static_cast<uint32_t>(offset)}; }
 
 namespace twin {
 
@@ -51,7 +51,7 @@ struct Scalar<float> {
 
 template <typename T>
 typename Scalar<T>::type lm_get(LmPtr<T> p, int i, Where where) {
-  size_t o = lm_offset(p.p + i, sizeof(T), where);
+  size_t o = lm_scalar_offset(p.p + i, sizeof(T), where);
   lm_check_read(o, sizeof(T), Unit::scalar, where);
   count_scalar();
   T v;
@@ -61,7 +61,7 @@ typename Scalar<T>::type lm_get(LmPtr<T> p, int i, Where where) {
 
 template <typename T>
 void lm_put(LmPtr<T> p, int i, typename Scalar<T>::type v, Where where) {
-  size_t o = lm_offset(p.p + i, sizeof(T), where);
+  size_t o = lm_scalar_offset(p.p + i, sizeof(T), where);
   lm_check_write(o, sizeof(T), Unit::scalar, where);
   count_scalar();
   T raw = Scalar<T>::raw(v);
@@ -116,6 +116,9 @@ inline uint32_t s_float_to_bits(sfloat f) {
 }  // namespace gdn
 
 #define XPU_WHERE (::gdn::xpu::twin::Where{__FILE__, __LINE__})
+#define XPU_SM(name, n) \
+  const ::gdn::xpu::sm_ptr name = ::gdn::xpu::twin::sm_array(static_cast<int>(n), XPU_WHERE)
+#define XPU_CUT(at, bytes, left) ::gdn::xpu::twin::lm_cut((at).p, bytes, left, XPU_WHERE)
 #define XPU_LM(T, name, n)                                                     \
   ::gdn::xpu::twin::LmArray<T> name##_storage(static_cast<int>(n), XPU_WHERE); \
   const ::gdn::xpu::lm_ptr<T> name = name##_storage

@@ -36,6 +36,7 @@ struct Chip {
   std::vector<GmAccess> trace;
   const char* kernel = "";
   int clusters = 0, ncores = 0;
+  int sm_bytes = 0;    // of the kernel's array
   uint32_t epoch = 1;  // barriers passed in this cluster, plus one
   bool barriers = false;
 
@@ -274,6 +275,7 @@ void Counters::add(const Counters& o) {
   fences += o.fences;
   barriers += o.barriers;
   lm_high_water = std::max(lm_high_water, o.lm_high_water);
+  vectors_alive = std::max(vectors_alive, o.vectors_alive);
 }
 
 Config& config() {
@@ -334,6 +336,8 @@ void Core::reset(int cluster_id, int core_id_) {
   counters = Counters();
   pending.clear();
   fence_id = 0;
+  vectors_alive = 0;
+  sm_taken = false;
   std::memset(shadow, kUninit, sizeof(shadow));
 }
 
@@ -357,6 +361,29 @@ size_t lm_offset(const void* p, size_t bytes, Where where) {
   return static_cast<size_t>(b - current->lm);
 }
 
+size_t lm_scalar_offset(const void* p, size_t bytes, Where where) {
+  const size_t o = lm_offset(p, bytes, where);
+  if (o % bytes)
+    fail(where, "scalar access of " + std::to_string(bytes) + " bytes at local address " + hex(o));
+  return o;
+}
+
+namespace {
+// Bytes that may have served another array: what that left behind must not be read, no transfer may
+// still be using them, and what the other unit did to them still wants its fence.
+void reuse(size_t at, size_t bytes, Where where) {
+  check_flags(at, bytes, kPendLoad | kPendStore, "allocation", where);
+  for (size_t i = at; i < at + bytes; ++i) current->shadow[i] |= kUninit;
+}
+}  // namespace
+
+void lm_cut(const void* p, int bytes, int left, Where where) {
+  if (left < 0)
+    fail(where,
+         "the arrays cut from an arena need " + std::to_string(-left) + " bytes more than it has");
+  reuse(lm_offset(p, static_cast<size_t>(bytes), where), static_cast<size_t>(bytes), where);
+}
+
 void* lm_alloc(size_t bytes, Where where) {
   Core& c = *current;
   size_t at = c.lm_top;
@@ -366,10 +393,7 @@ void* lm_alloc(size_t bytes, Where where) {
   if (used > static_cast<uint64_t>(kLmUsable))
     fail(where, "local memory exhausted: " + std::to_string(used) + " of " +
                     std::to_string(kLmUsable) + " bytes, stack reserve included");
-  // The bytes may have served another array: what that left behind must not be read, and no
-  // transfer may still be using them.
-  check_flags(at, c.lm_top - at, kPendLoad | kPendStore, "allocation", where);
-  std::memset(c.shadow + at, kUninit, c.lm_top - at);
+  reuse(at, c.lm_top - at, where);
   return c.lm + at;
 }
 
@@ -466,10 +490,33 @@ void barrier(const Site& site) {
   current = self;
 }
 
+SmPtr sm_array(int bytes, Where where) {
+  Chip& c = chip();
+  if (bytes > kSmBytes)
+    fail(where, "shared memory exhausted: " + std::to_string(bytes) + " of " +
+                    std::to_string(kSmBytes) + " bytes");
+  if (current->sm_taken) fail(where, "a second array of shared memory");
+  if (c.sm_bytes && c.sm_bytes != bytes) fail(where, "cores differ in the size of shared memory");
+  if (!c.barriers) fail(where, "shared memory in a kernel launched without barriers");
+  current->sm_taken = true;
+  c.sm_bytes = bytes;
+  return SmPtr{0};
+}
+
+namespace {
+void sm_check(uint32_t offset, size_t bytes, Where where) {
+  const int size = chip().sm_bytes;
+  if (offset + bytes > static_cast<size_t>(size))
+    fail(where, "shared access at " + hex(offset) + " beyond the " + std::to_string(size) +
+                    " bytes of the kernel's array");
+  if (offset % bytes)
+    fail(where, "shared access of " + std::to_string(bytes) + " bytes at " + hex(offset));
+}
+}  // namespace
+
 void sm_read(uint32_t offset, void* out, size_t bytes, Unit unit, Where where) {
   Chip& c = chip();
-  if (offset + bytes > static_cast<size_t>(kSmBytes))
-    fail(where, "shared access at " + hex(offset) + " beyond " + std::to_string(kSmBytes));
+  sm_check(offset, bytes, where);
   uint16_t me = static_cast<uint16_t>(current->core + 1);
   for (size_t g = offset / 4; g < (offset + bytes + 3) / 4; ++g) {
     SmGranule& s = c.sm_shadow[g];
@@ -488,8 +535,7 @@ void sm_read(uint32_t offset, void* out, size_t bytes, Unit unit, Where where) {
 
 void sm_write(uint32_t offset, const void* in, size_t bytes, Unit unit, Where where) {
   Chip& c = chip();
-  if (offset + bytes > static_cast<size_t>(kSmBytes))
-    fail(where, "shared access at " + hex(offset) + " beyond " + std::to_string(kSmBytes));
+  sm_check(offset, bytes, where);
   uint16_t me = static_cast<uint16_t>(current->core + 1);
   for (size_t g = offset / 4; g < (offset + bytes + 3) / 4; ++g) {
     SmGranule& s = c.sm_shadow[g];
@@ -518,6 +564,7 @@ void launch(const char* kernel, int clusters, int cores, bool barriers,
   c.clusters = clusters;
   c.ncores = cores;
   c.barriers = barriers;
+  c.sm_bytes = 0;
   c.trace.clear();
   c.error = nullptr;
   c.body = &body;

@@ -27,6 +27,11 @@ constexpr int kSmBytes = 256 * 1024;  // per cluster
 // Fence spaces, as the operand of the vendor's mfence.
 enum : int { kFenceLm = 1, kFenceSm = 2, kFenceGm = 4 };
 
+struct SmPtr {  // byte offset in the cluster's shared memory
+  uint32_t at = 0;
+  SmPtr operator+(int bytes) const { return SmPtr{at + static_cast<uint32_t>(bytes)}; }
+};
+
 struct Where {
   const char* file;
   int line;
@@ -46,7 +51,9 @@ struct Counters {
   uint64_t scalar = 0;           // scalar float operations and scalar LM/SM accesses
   uint64_t transcendental = 0;   // exp, log, sqrt, divide
   uint64_t fences = 0, barriers = 0;
-  uint64_t lm_high_water = 0;  // bytes, stack reserve included (maximum, not a sum)
+  // Maxima, not sums.
+  uint64_t lm_high_water = 0;  // bytes, stack reserve included
+  uint64_t vectors_alive = 0;  // vector variables in scope, which want a register each
   void add(const Counters& o);
 };
 
@@ -123,6 +130,8 @@ struct Core {
   Counters counters;
   std::vector<GmAccess> pending;  // transfers since the last fence
   uint32_t fence_id = 0;          // counts fences that covered SM
+  int vectors_alive = 0;
+  bool sm_taken = false;  // has declared the kernel's array of shared memory
 
   void reset(int cluster_id, int core_id);
   void touch(size_t offset, size_t bytes) {
@@ -144,8 +153,13 @@ int core_num();
 // Offset in the running core's local memory; raises when [p, p + bytes) is not inside it.
 size_t lm_offset(const void* p, size_t bytes, Where where);
 
+// The same for one scalar, which has to be aligned.
+size_t lm_scalar_offset(const void* p, size_t bytes, Where where);
+
 void* lm_alloc(size_t bytes, Where where);
 void lm_release(size_t top);
+// Bytes [p, p + bytes) of an arena become another array; `left` is what the arena still has.
+void lm_cut(const void* p, int bytes, int left, Where where);
 
 enum class Unit { vector, scalar };
 void lm_check_read(size_t offset, size_t bytes, Unit unit, Where where);
@@ -167,7 +181,9 @@ void dma_store(const Site& site, const void* lm, uint64_t gm, int64_t bytes);  /
 void fence(const Site& site, int spaces);
 void barrier(const Site& site);
 
-// Shared memory: byte offsets within the running core's cluster.
+// Shared memory: byte offsets within the running core's cluster. The kernel's one array begins at
+// 0.
+SmPtr sm_array(int bytes, Where where);
 void sm_read(uint32_t offset, void* out, size_t bytes, Unit unit, Where where);
 void sm_write(uint32_t offset, const void* in, size_t bytes, Unit unit, Where where);
 

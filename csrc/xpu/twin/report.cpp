@@ -21,9 +21,9 @@ std::string report_json() {
       << ",\"small_transfers\":" << c.small_transfers << ",\"vector\":" << c.vector
       << ",\"scalar\":" << c.scalar << ",\"transcendental\":" << c.transcendental
       << ",\"fences\":" << c.fences << ",\"barriers\":" << c.barriers
-      << ",\"lm_high_water\":" << c.lm_high_water << ",\"core_work_max\":" << r.core_work_max
-      << ",\"core_work_mean\":" << r.core_work_mean << ",\"cores_active\":" << r.cores_active
-      << "}";
+      << ",\"lm_high_water\":" << c.lm_high_water << ",\"vectors_alive\":" << c.vectors_alive
+      << ",\"core_work_max\":" << r.core_work_max << ",\"core_work_mean\":" << r.core_work_mean
+      << ",\"cores_active\":" << r.cores_active << "}";
     first = false;
   }
   s << "]";

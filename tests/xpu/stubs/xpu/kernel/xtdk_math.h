@@ -1,3 +1,3 @@
 #pragma once
-float exp(float x);
-float log(float x);
+__device__ float exp(float x);
+__device__ float log(float x);
