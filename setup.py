@@ -130,7 +130,7 @@ if BACKEND == "xpu-twin":
     build_xpu.add_twin(extension)
     BACKENDS.append("xpu-twin")
 elif BACKEND == "xpu":
-    build_xpu.add_vendor(extension, ROOT / "build" / "xpu")
+    build_xpu.add_vendor(extension, ROOT / "build" / "xpu", Path(torch.__file__).parent / "lib")
     BACKENDS.append("xpu")
 
 setup(

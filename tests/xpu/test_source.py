@@ -1,5 +1,6 @@
 """The XPU sources as text: evidence for every instruction, no torch, a language check."""
 
+import importlib.util
 import platform
 import re
 import shutil
@@ -199,12 +200,87 @@ def test_arguments_have_no_padding():
     assert done.returncode == 0, done.stderr
 
 
-def test_missing_toolchain_is_an_error_with_a_reason(monkeypatch, tmp_path):
-    import importlib.util
-
+@pytest.fixture(scope="module")
+def build_xpu():
     spec = importlib.util.spec_from_file_location("build_xpu", ROOT / "build_xpu.py")
-    build_xpu = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(build_xpu)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+COMPILER = """#!/bin/sh
+# A compiler that knows no -fxpu-launch-return and cannot take decode.xpu.
+for word in "$@"; do
+  case "$word" in
+    -fxpu-launch-return) echo "error: unknown argument: '$word'"; exit 1 ;;
+    */decode.xpu) echo "decode.xpu:3: error: no matching intrinsic"; exit 1 ;;
+  esac
+  last=$word
+done
+echo "$@" > "$last"
+"""
+
+
+@pytest.fixture
+def toolchain(tmp_path, monkeypatch):
+    """Folders as a Kunlun machine has them, with a compiler that writes its arguments."""
+    files = {
+        "xtdk/bin/clang++": COMPILER,
+        "xre/include/xpu/runtime.h": "",
+        "xre/so/libxpurt.so": "",
+        "xre/so/libcudart.so": "",
+        "torch/libc10_cuda.so": "",
+    }
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        path.chmod(0o755)
+    monkeypatch.delenv("XPU_TOOLKIT", raising=False)
+    monkeypatch.delenv("CLANG_PATH", raising=False)
+    monkeypatch.setenv("KUNLUN_HOME", str(tmp_path))
+    return tmp_path
+
+
+def add_vendor(build_xpu, toolchain):
+    from setuptools import Extension
+
+    extension = Extension("gdn_ops._C", [])
+    build_xpu.add_vendor(extension, toolchain / "build", toolchain / "torch")
+    return extension
+
+
+def test_a_kernel_that_does_not_compile_is_named_with_its_log(build_xpu, toolchain):
+    with pytest.raises(RuntimeError, match="1 of 10 kernels do not compile: decode") as error:
+        add_vendor(build_xpu, toolchain)
+    assert "no matching intrinsic" in str(error.value)
+    # The others were compiled, and every one has a log.
+    logs = {p.stem for p in (toolchain / "build").glob("*.log")}
+    assert logs == {p.stem for p in XPU.glob("kernels/*.xpu")} | {"probe"}
+    (toolchain / "xtdk/bin/clang++").write_text("not a program")
+    with pytest.raises(RuntimeError, match="10 of 10 kernels do not compile: chunk, "):
+        add_vendor(build_xpu, toolchain)
+
+
+def test_flags_and_libraries_of_a_vendor_build(build_xpu, toolchain, monkeypatch, capsys):
+    (toolchain / "xtdk/bin/clang++").write_text(COMPILER.replace("*/decode.xpu", "*/none.xpu"))
+    monkeypatch.setenv("GDN_XPU_DEFINES", "GDN_XPU_NO_MERGE32")
+    monkeypatch.setenv("GDN_XPU_FLAGS", "-mllvm '-fix-mfence=all'")
+    extension = add_vendor(build_xpu, toolchain)
+    assert "does not take -fxpu-launch-return" in capsys.readouterr().out
+    assert len(extension.extra_objects) == 10
+    for path in extension.extra_objects:
+        words = Path(path).read_text().split()
+        assert "-fxpu-launch-return" not in words
+        assert f"--target={platform.machine()}-linux-gnu" in words
+        assert words[words.index("-mllvm") + 1] == "--xpu-error-lm-size=8000"
+        assert "-DGDN_XPU_NO_MERGE32" in words and "-fix-mfence=all" in words
+    # The launches of a newer XRE are in its cudart, the current stream in c10_cuda.
+    assert extension.libraries == ["xpurt", "cudart", "c10_cuda"]
+    assert extension.runtime_library_dirs == [str(toolchain / "xre/so")]
+
+
+def test_missing_toolchain_is_an_error_with_a_reason(build_xpu, monkeypatch, tmp_path):
     for name in ("XPU_TOOLKIT", "CLANG_PATH", "KUNLUN_HOME"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(RuntimeError, match="neither XPU_TOOLKIT nor KUNLUN_HOME is set"):
