@@ -352,7 +352,7 @@ def test_lowrank(T, R, K, V):
                                        (4, 16, 3), (4, 64, 4), (4, 4, 1), (6, 16, 3), (9, 4, 2),
                                        (12, 40, 1)])  # fmt: skip
 def test_lowrank_of_whole_key_heads(T, R, ratio, dtype, wide):
-    """K = V = 128, 16-bit activations: a kernel of its own, a launch every four tokens. From an
+    """K = V = 128, 16-bit activations: a kernel of its own, four tokens at a time. From an
     empty window until its ring has gone round, with padding, a row that starts anew and rejected
     drafts."""
     B, H, P = 4, 2, 6
@@ -376,9 +376,9 @@ def test_lowrank_of_whole_key_heads(T, R, ratio, dtype, wide):
 @pytest.mark.parametrize("dtype,wide", [(torch.bfloat16, True), (torch.bfloat16, False),
                                         (torch.float16, False)])  # fmt: skip
 @pytest.mark.parametrize("R,lengths", [(16, [4, 0, 1, 3, 2, 2]), (16, [4, 6, 1, 0, 9, 5]),
-                                       (5, [8, 4, 3, 0, 1, 17]), (4, [1, 1, 1, 1])])  # fmt: skip
+                                       (5, [8, 4, 3, 0, 1, 17]), (40, [1, 70, 3, 9])])  # fmt: skip
 def test_lowrank_of_whole_key_heads_packed(lengths, R, dtype, wide):
-    """Sequences of more than four tokens take another kernel in the same call."""
+    """Sequences of none to many times the four tokens that a block takes at a time."""
     H, HV, N = 2, 6, len(lengths)
     P, kept = N + 1, torch.float32 if wide else dtype
     win = window(P, H, HV, R, 128, 128, kept, kept)

@@ -8,11 +8,9 @@ namespace cuda {
 namespace {
 
 template <int K, int TG>
-cudaError_t launch_rows(const RecurrentArgs& a, const WindowCall& call, int skip,
-                        cudaStream_t stream) {
+cudaError_t launch_rows(const RecurrentArgs& a, const WindowCall& call, cudaStream_t stream) {
   constexpr int VB = 128;
   LowrankGrid grid;
-  grid.skip = skip;
   grid.row_blocks = FastDiv(static_cast<uint32_t>((a.V + VB - 1) / VB));
   grid.ratio = FastDiv(static_cast<uint32_t>(a.HV / a.H));
   grid.norm = call.norm;
@@ -30,29 +28,22 @@ cudaError_t launch_rows(const RecurrentArgs& a, const WindowCall& call, int skip
 }
 
 template <int K>
-cudaError_t launch_k(const RecurrentArgs& a, const WindowCall& call, int skip,
-                     cudaStream_t stream) {
+cudaError_t launch_k(const RecurrentArgs& a, const WindowCall& call, cudaStream_t stream) {
   const bool one = !a.seqs.cu_seqlens.ptr && a.seqs.T == 1;
-  return one ? launch_rows<K, 1>(a, call, skip, stream) : launch_rows<K, 4>(a, call, skip, stream);
+  return one ? launch_rows<K, 1>(a, call, stream) : launch_rows<K, 4>(a, call, stream);
 }
 
 }  // namespace
 
 cudaError_t lowrank(const RecurrentArgs& a, const WindowCall& call, cudaStream_t stream) {
-  int skip = 0;
-  if (lowrank_heads_can(a, call)) {
-    const cudaError_t error = launch_lowrank_heads(a, call, stream);
-    const bool rest = a.seqs.cu_seqlens.ptr && a.seqs.T > kHeadsTokens;
-    if (error != cudaSuccess || !rest) return error;
-    skip = kHeadsTokens;
-  }
+  if (lowrank_heads_can(a, call)) return launch_lowrank_heads(a, call, stream);
   switch (a.K) {
     case 64:
-      return launch_k<64>(a, call, skip, stream);
+      return launch_k<64>(a, call, stream);
     case 128:
-      return launch_k<128>(a, call, skip, stream);
+      return launch_k<128>(a, call, stream);
     default:
-      return launch_k<256>(a, call, skip, stream);
+      return launch_k<256>(a, call, stream);
   }
 }
 

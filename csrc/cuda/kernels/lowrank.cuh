@@ -1,7 +1,7 @@
 // The low-rank recurrence (no base state, only the last R rank-1 updates) of calls that
-// lowrank_heads.cuh does not take: other dtypes and sizes, long packed sequences. The window is
-// a ring once it is full. A block owns rows of a value head, a thread each; it takes the inner
-// products of keys itself, as nothing larger hides the launch that could share them.
+// lowrank_heads.cuh does not take: other dtypes and sizes. The window is a ring once it is full. A
+// block owns rows of a value head, a thread each; it takes the inner products of keys itself, as
+// nothing larger hides the launch that could share them.
 #pragma once
 
 #include "window.cuh"
@@ -13,7 +13,6 @@ struct LowrankGrid {
   int64_t first = 0;  // sequence of blockIdx.y == 0
   FastDiv row_blocks, ratio;
   int blocks = 0;  // of a sequence, at most 255; 0: append_window is a launch of its own
-  int skip = 0;    // packed: sequences of at most so many tokens are done
   NormTail norm;
 };
 
@@ -44,11 +43,6 @@ __global__ void __launch_bounds__(VB) lowrank_rows(const __grid_constant__ Recur
   const bool wide = R > 32;
 
   wait_for_previous_kernel();
-  if (TG > 1 && grid.skip > 0 &&
-      at(a.seqs.cu_seqlens, n + 1) - at(a.seqs.cu_seqlens, n) <= grid.skip) {
-    let_next_kernel_start();
-    return;
-  }
   const WindowPlan plan = plan_window<TG == 1>(a, n, false);
   let_next_kernel_start();
   const int T = plan.tokens;

@@ -6,9 +6,6 @@
 namespace gdn {
 namespace cuda {
 
-constexpr int kHeadsTokens = 4;  // of a sequence, at most, that a launch takes
-
-// Of a packed call, sequences of more than kHeadsTokens tokens are left as they are.
 bool lowrank_heads_can(const RecurrentArgs& a, const WindowCall& call);
 cudaError_t launch_lowrank_heads(const RecurrentArgs& a, const WindowCall& call,
                                  cudaStream_t stream);

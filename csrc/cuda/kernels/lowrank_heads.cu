@@ -18,7 +18,7 @@ bool four_rows(const RecurrentArgs& a, const View& x) {
 }
 
 constexpr int64_t kAheadBytes = 12 << 20;
-constexpr int64_t kMaxTokens = 64;  // 16 launches
+constexpr int kHeadsTokens = 4;  // of a sequence at a time
 
 template <class WT>
 int shared_bytes(const RecurrentArgs& a) {
@@ -26,10 +26,9 @@ int shared_bytes(const RecurrentArgs& a) {
                                               static_cast<int>(a.HV / a.H));
 }
 
-template <class AT, class WT, int TG, bool NORM, bool PACKED>
-cudaError_t launch_heads(const RecurrentArgs& a, const WindowCall& call, int done, int tokens,
-                         cudaStream_t stream) {
-  const auto kernel = lowrank_heads<AT, WT, TG, NORM, PACKED>;
+template <class AT, class WT, int TG, bool NORM, bool MANY>
+cudaError_t launch_heads(const RecurrentArgs& a, const WindowCall& call, cudaStream_t stream) {
+  const auto kernel = lowrank_heads<AT, WT, TG, NORM, MANY>;
   const int heads = static_cast<int>(a.HV / a.H);
   const int shared = HeadsShared<WT, TG>::bytes(static_cast<int>(a.window.R), heads);
   cudaError_t error = allow_shared(kernel, shared);
@@ -38,13 +37,11 @@ cudaError_t launch_heads(const RecurrentArgs& a, const WindowCall& call, int don
                                  cudaSharedmemCarveoutMaxShared);
   }
   LowrankHeadsGrid grid;
-  grid.done = done;
-  grid.tokens = tokens;
-  grid.early = call.early && done == 0;
+  grid.early = call.early;
   grid.norm = call.norm;
   // What a small batch fetches is used before it leaves L2; a large one gains nothing
   // (docs/tried/cuda.md).
-  grid.ahead = !call.early && done == 0 && a.seqs.N * a.H * shared <= kAheadBytes;
+  grid.ahead = !call.early && a.seqs.N * a.H * shared <= kAheadBytes;
   for (; error == cudaSuccess && grid.first < a.seqs.N; grid.first += kMaxGridY) {
     const int64_t count = a.seqs.N - grid.first < kMaxGridY ? a.seqs.N - grid.first : kMaxGridY;
     error = launch(kernel, dim3(static_cast<unsigned>(a.H), static_cast<unsigned>(count)),
@@ -55,18 +52,11 @@ cudaError_t launch_heads(const RecurrentArgs& a, const WindowCall& call, int don
 
 template <class AT, class WT, bool NORM>
 cudaError_t launch_tokens(const RecurrentArgs& a, const WindowCall& call, cudaStream_t stream) {
-  if (a.seqs.cu_seqlens.ptr) {
-    return launch_heads<AT, WT, kHeadsTokens, NORM, true>(a, call, 0, 0, stream);
+  if (a.seqs.cu_seqlens.ptr || a.seqs.T > kHeadsTokens) {
+    return launch_heads<AT, WT, kHeadsTokens, NORM, true>(a, call, stream);
   }
-  cudaError_t error = cudaSuccess;
-  const int T = static_cast<int>(a.seqs.T);
-  for (int done = 0; done < T && error == cudaSuccess; done += kHeadsTokens) {
-    const int tokens = T - done < kHeadsTokens ? T - done : kHeadsTokens;
-    error = tokens == 1
-                ? launch_heads<AT, WT, 1, NORM, false>(a, call, done, tokens, stream)
-                : launch_heads<AT, WT, kHeadsTokens, NORM, false>(a, call, done, tokens, stream);
-  }
-  return error;
+  return a.seqs.T == 1 ? launch_heads<AT, WT, 1, NORM, false>(a, call, stream)
+                       : launch_heads<AT, WT, kHeadsTokens, NORM, false>(a, call, stream);
 }
 
 template <class AT, class WT>
@@ -83,8 +73,6 @@ bool lowrank_heads_can(const RecurrentArgs& a, const WindowCall& call) {
   if (a.K != 128 || a.V != 128 || a.HV / a.H > kMaxHeads || countable_blocks(a.H) == 0)
     return false;
   if (a.seqs.T < 1 || a.window.R < kHeadsTokens) return false;
-  // Longer sequences of a packed call go the other way, whose blocks are value heads.
-  if (a.seqs.cu_seqlens.ptr ? countable_blocks(a.HV) == 0 : a.seqs.T > kMaxTokens) return false;
   const bool rows =
       four_rows(a, a.v) &&
       (call.norm.on ? four_rows(a, call.norm.z) && four_rows(a, call.norm.y) : four_rows(a, a.out));
