@@ -89,7 +89,6 @@ STANDARD = "-std=c++20" if Version(torch.__version__).release >= (2, 14) else "-
 BACKENDS = ["cpu"]
 # -fopenmp: without it at::parallel_for is serial and says so nowhere.
 # -g0: Python's own flags ask for debugging symbols, which make the library fifteen times larger.
-# -Wno-maybe-uninitialized: GCC 12 finds its own AVX-512 headers guilty, in 80,000 lines.
 # -ffp-contract=off: a fused multiply-add only where a kernel writes one, so that the same row gives
 # the same bits in every code path.
 FLAGS = [
@@ -101,7 +100,6 @@ FLAGS = [
     "-Wall",
     "-g0",
     "-Wno-psabi",
-    "-Wno-maybe-uninitialized",
     "-Wno-c++20-extensions",
 ]
 if with_cuda():

@@ -14,8 +14,7 @@ work="${OBJECTS:-$(mktemp -d)}"
 [ -n "${OBJECTS:-}" ] || trap 'rm -rf "$work"' EXIT
 mkdir -p "$work"
 # The flags of setup.py that change what the kernels compute, and -O1 for readable reports.
-common=(-std=c++17 -O1 -g -fno-omit-frame-pointer -ffp-contract=off -fno-math-errno -Wall -Wno-psabi
-  -Wno-uninitialized -Wno-maybe-uninitialized) # from the intrinsics of GCC 12
+common=(-std=c++17 -O1 -g -fno-omit-frame-pointer -ffp-contract=off -fno-math-errno -Wall -Wno-psabi)
 [ -z "${EMULATED_TILES:-}" ] ||
   common+=(-DGDN_EMULATED_TILES=1 -include "$PWD/tests/native/emulated_tiles.h")
 

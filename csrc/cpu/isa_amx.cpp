@@ -2,7 +2,6 @@
 #include "kernels/prelude.h"
 
 #if GDN_WITH_AMX
-#include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 

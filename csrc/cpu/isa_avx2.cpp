@@ -2,8 +2,6 @@
 #include "kernels/prelude.h"
 
 #if defined(__x86_64__)
-#include <immintrin.h>
-
 #define GDN_ISA avx2
 #define GDN_ISA_DESCRIPTION "AVX2, FMA, F16C: 8 floats a register"
 #define GDN_SIMD_AVX2 1

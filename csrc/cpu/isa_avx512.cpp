@@ -2,8 +2,6 @@
 #include "kernels/prelude.h"
 
 #if defined(__x86_64__)
-#include <immintrin.h>
-
 #define GDN_ISA avx512
 #define GDN_ISA_DESCRIPTION "AVX-512 F, BW, DQ, VL: 16 floats a register"
 #define GDN_SIMD_AVX512 1

@@ -2,8 +2,6 @@
 #include "kernels/prelude.h"
 
 #if defined(__x86_64__)
-#include <immintrin.h>
-
 #define GDN_ISA avx512bf16
 #define GDN_ISA_DESCRIPTION "AVX-512 with BF16 conversions and dot products"
 #define GDN_SIMD_AVX512 1

@@ -5,12 +5,12 @@
 // With GDN_EMULATED_BF16 the conversions to bf16 are emulated as well, and AVX-512 is enough.
 #pragma once
 #if defined(__x86_64__)
-#include <immintrin.h>
-
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+
+#include "../../csrc/cpu/kernels/prelude.h"  // the intrinsics
 
 namespace gdn::emulated_tiles {
 
