@@ -34,7 +34,7 @@ SUITES += [
         "speculate_accept_reject", "flush_and_reset", "decode_against_oracle",
     )
 ]  # fmt: skip
-HERE = os.path.dirname(__file__)
+ROOT = os.path.dirname(os.path.dirname(__file__))
 
 
 @pytest.mark.parametrize("isa", ALL)
@@ -45,8 +45,9 @@ def test_suite(isa):
         pytest.skip(f"{isa} is what the other tests of this run use")
     env = {**os.environ, "GDN_CPU_ISA": isa}
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *SUITES],
-        cwd=HERE, env=env, capture_output=True, text=True,
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+        + [f"tests/{x}" for x in SUITES],
+        cwd=ROOT, env=env, capture_output=True, text=True,
     )  # fmt: skip
     assert run.returncode == 0, run.stdout[-3000:]
 
