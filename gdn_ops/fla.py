@@ -126,6 +126,8 @@ def chunk_gated_delta_rule(
         initial_state = initial_state.to(_computed_in(q))
         if not v_first:
             initial_state = initial_state.transpose(2, 3)
+        if 1 not in initial_state.stride()[2:]:  # FLA copies what its kernels cannot read
+            initial_state = initial_state.contiguous()
     o, state = chunk(
         q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm_in_kernel, chunk_size
     )

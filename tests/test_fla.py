@@ -68,3 +68,19 @@ def test_fla_takes_states_of_any_dtype(dtype, state_dtype):
     want, want_final = gdn_ops.chunk(q, k, v, *plain, S.to(wide).mT, qk_l2norm=True)
     assert o.dtype == dtype and torch.equal(o, want)
     assert final.dtype == wide and torch.equal(final, want_final.mT)
+
+
+@pytest.mark.parametrize("v_first", [False, True])
+@pytest.mark.parametrize("name", ["chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"])
+def test_fla_takes_states_of_any_layout(name, v_first):
+    """FLA copies a state that its kernels cannot read as it lies."""
+    q, k, v, g, beta = make_qkv(2, 20, 2, 4, 8, 12)
+    S = torch.randn((2, 4, 12, 8) if v_first else (2, 4, 8, 12))
+    kwargs = dict(g=g, beta=beta, output_final_state=True, state_v_first=v_first)
+    want = getattr(gdn_ops, name)(q, k, v, initial_state=S, **kwargs)
+    gaps = torch.full((*S.shape, 2), float("nan"))
+    gaps[..., 0] = S
+    for other in (gaps[..., 0], S.transpose(1, 3).contiguous().transpose(1, 3), S.mT.clone().mT):
+        got = getattr(gdn_ops, name)(q, k, v, initial_state=other, **kwargs)
+        for a, b in zip(got, want, strict=True):
+            assert_close("result", a, b.double(), torch.float32, SLACK)
