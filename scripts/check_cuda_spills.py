@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -50,6 +51,9 @@ def main() -> int:
     parser.add_argument("--arch", default="sm_90a", help="what to compile for (sm_90a)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="compilers at a time")
     args = parser.parse_args()
+    for tool in ("nvcc", "c++filt"):
+        if shutil.which(tool) is None:
+            sys.exit(f"{tool}: expected on PATH, not found")
     sources = [(s, kernel) for glob, kernel in WATCHED.items() for s in sorted(KERNELS.glob(glob))]
     spilled = 0
     with ThreadPoolExecutor(args.jobs) as pool:

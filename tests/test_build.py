@@ -291,6 +291,14 @@ def test_unknown_backend_is_an_error():
     assert "expected none, cuda, xpu or xpu-twin, got 'abacus'" in done.stderr
 
 
+def test_the_look_at_registers_names_a_missing_compiler(tmp_path):
+    run = subprocess.run(
+        [sys.executable, "scripts/check_cuda_spills.py"], cwd=ROOT, capture_output=True, text=True,
+        env={**os.environ, "PATH": str(tmp_path)}, timeout=120,
+    )  # fmt: skip
+    assert (run.returncode, run.stderr) == (1, "nvcc: expected on PATH, not found\n")
+
+
 def test_source_archive_is_complete(tmp_path):
     """Every tracked file that a build or a test needs is in it, and nothing that was built."""
     if not (ROOT / ".git").exists():
