@@ -134,6 +134,19 @@ def test_nothing_imports_upward(part):
                 )
 
 
+def test_private_names_stay_in_their_module():
+    """A private module is the package's own; a private function or constant is one file's."""
+    for path in sorted((ROOT / "gdn_ops").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            module = getattr(node, "module", None) or ""
+            if not module.startswith("gdn_ops"):
+                continue
+            for name in (a.name for a in node.names if a.name.startswith("_")):
+                assert (ROOT / module.replace(".", "/") / f"{name}.py").exists(), (
+                    f"{path.relative_to(ROOT)} imports {name} of {module}"
+                )
+
+
 def test_the_limits_in_python_are_those_of_the_kernels():
     said = (ROOT / "csrc/args.h").read_text()
     for ours in ("MAX_HEAD_DIM", "MAX_WINDOW", "MAX_CONV_WIDTH", "MIN_CHUNK", "MAX_CHUNK",

@@ -27,14 +27,6 @@ from gdn_ops.compat._common import (
 )
 from gdn_ops.compat.vllm import fused_gdn_gating
 from gdn_ops.ops._common import check_same_device
-from gdn_ops.ops.chunk import _chunk_prefill
-from gdn_ops.ops.conv import _short_conv
-from gdn_ops.ops.paged import (
-    _paged_decode_packed,
-    _paged_recurrent_gated,
-    _paged_short_conv,
-)
-from gdn_ops.ops.recurrent import _recurrent_gated
 
 __all__ = [
     "CHUNK_SIZE",
@@ -49,6 +41,13 @@ __all__ = [
     "fused_recurrent_gated_delta_rule_packed_decode",
     "fused_sigmoid_gating_delta_rule_update",
 ]
+
+_chunk_prefill = torch.ops.gdn.chunk_prefill.default
+_short_conv = torch.ops.gdn.short_conv.default
+_paged_decode_packed = torch.ops.gdn.paged_decode_packed.default
+_paged_recurrent_gated = torch.ops.gdn.paged_recurrent_gated.default
+_paged_short_conv = torch.ops.gdn.paged_short_conv.default
+_recurrent_gated = torch.ops.gdn.recurrent_gated.default
 
 CHUNK_SIZE = 64
 

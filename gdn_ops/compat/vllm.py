@@ -32,15 +32,6 @@ from gdn_ops.compat._common import (
     without,
 )
 from gdn_ops.ops.chunk import chunk
-from gdn_ops.ops.conv import _short_conv
-from gdn_ops.ops.gates import _gating
-from gdn_ops.ops.paged import (
-    _paged_decode_packed,
-    _paged_recurrent,
-    _paged_recurrent_gated,
-    _paged_short_conv,
-)
-from gdn_ops.ops.recurrent import _recurrent, _recurrent_gated
 from gdn_ops.reference import L2_EPS
 
 __all__ = [
@@ -55,6 +46,15 @@ __all__ = [
     "fused_recurrent_gated_delta_rule_packed_decode",
     "fused_sigmoid_gating_delta_rule_update",
 ]
+
+_short_conv = torch.ops.gdn.short_conv.default
+_gating = torch.ops.gdn.gating.default
+_paged_decode_packed = torch.ops.gdn.paged_decode_packed.default
+_paged_recurrent = torch.ops.gdn.paged_recurrent.default
+_paged_recurrent_gated = torch.ops.gdn.paged_recurrent_gated.default
+_paged_short_conv = torch.ops.gdn.paged_short_conv.default
+_recurrent = torch.ops.gdn.recurrent.default
+_recurrent_gated = torch.ops.gdn.recurrent_gated.default
 
 _NO_BLOCK_ALIGNED_STATES = (
     "states at block boundaries inside a call are not kept (mamba_cache_mode 'all'); serve with "

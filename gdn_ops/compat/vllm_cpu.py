@@ -22,9 +22,6 @@ from gdn_ops.compat._common import (
     refuse,
 )
 from gdn_ops.ops.chunk import chunk_prefill
-from gdn_ops.ops.conv import _short_conv
-from gdn_ops.ops.gates import _gating
-from gdn_ops.ops.paged import _paged_recurrent_gated, _paged_short_conv
 
 __all__ = [
     "causal_conv1d_fwd_cpu",
@@ -35,6 +32,11 @@ __all__ = [
     "fused_sigmoid_gating_delta_rule_update_cpu",
     "fused_sigmoid_gating_delta_rule_update_spec_cpu",
 ]
+
+_short_conv = torch.ops.gdn.short_conv.default
+_gating = torch.ops.gdn.gating.default
+_paged_recurrent_gated = torch.ops.gdn.paged_recurrent_gated.default
+_paged_short_conv = torch.ops.gdn.paged_short_conv.default
 
 # Weights that we "packed", by address. Held, so that no other tensor can get the address.
 _plain: dict[int, Tensor] = {}

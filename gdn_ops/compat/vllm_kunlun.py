@@ -25,9 +25,6 @@ from gdn_ops.compat._common import (
     refuse_given,
 )
 from gdn_ops.compat.vllm import fused_recurrent_gated_delta_rule
-from gdn_ops.ops.chunk import _chunk_prefill
-from gdn_ops.ops.gates import _gating
-from gdn_ops.ops.paged import _paged_short_conv
 
 __all__ = [
     "causal_conv1d_fn",
@@ -36,6 +33,10 @@ __all__ = [
     "fused_gdn_gating",
     "fused_recurrent_gated_delta_rule",
 ]
+
+_chunk_prefill = torch.ops.gdn.chunk_prefill.default
+_gating = torch.ops.gdn.gating.default
+_paged_short_conv = torch.ops.gdn.paged_short_conv.default
 
 
 def chunk_gated_delta_rule(

@@ -1,17 +1,10 @@
-"""The ``paged`` ops, call forms of serving engines (csrc/paged.cpp): :mod:`gdn_ops.compat` wraps
-them. Under ``torch.compile`` each stays one op. As its parts it would write a view that nothing
-knows to be one of the pool, and the pool would be copied there and back."""
+"""Fakes of the ``paged`` ops, call forms of serving engines (csrc/paged.cpp), which
+:mod:`gdn_ops.compat` wraps. Under ``torch.compile`` each stays one op. As its parts it would write
+a view that nothing knows to be one of the pool, and the pool would be copied there and back."""
 
 from __future__ import annotations
 
-import torch
-
 from gdn_ops.ops._common import check_same_device, register_fake
-
-_paged_recurrent = torch.ops.gdn.paged_recurrent.default
-_paged_recurrent_gated = torch.ops.gdn.paged_recurrent_gated.default
-_paged_decode_packed = torch.ops.gdn.paged_decode_packed.default
-_paged_short_conv = torch.ops.gdn.paged_short_conv.default
 
 
 @register_fake("gdn::paged_recurrent")
