@@ -48,6 +48,45 @@ XPU_INLINE gm_addr tensor_at(const Tensor4& x, int64_t b, int64_t t, int64_t h) 
   return x.addr + static_cast<gm_addr>((b * x.sb + t * x.st + h * x.sh) * element_bytes(x.dtype));
 }
 
+// One sequence as a kernel sees it.
+struct SequenceMeta {
+  int64_t batch, t0, row, accepted;
+  int length;
+  bool live, fresh;
+};
+
+// Reads what describes sequence n; `meta` is 64 bytes of local memory. `column`: of a two-column
+// index, -1 the one the accepted count names.
+template <typename P>
+__device__ inline SequenceMeta read_sequence(const P& p, int n, int64_t rows_in_pool, int T,
+                                             lm_ptr<char> meta) {
+  SequenceMeta s;
+  if (p.cu.addr) {
+    XPU_LOAD(index_at(p.cu, n, 0), meta, p.cu.wide ? 8 : 4);
+    XPU_LOAD(index_at(p.cu, n + 1, 0), meta + 8, p.cu.wide ? 8 : 4);
+  }
+  if (p.rows.addr) XPU_LOAD(index_at(p.rows, n, 0), meta + 16, p.rows.wide ? 8 : 4);
+  if (p.accepted.addr) XPU_LOAD(index_at(p.accepted, n, 0), meta + 24, p.accepted.wide ? 8 : 4);
+  if (p.has_init) XPU_LOAD(p.has_init + static_cast<gm_addr>(n * p.s_has), meta + 32, 1);
+  XPU_FENCE(XPU_LM_GM);
+  s.batch = n;
+  s.t0 = 0;
+  s.length = T;
+  if (p.cu.addr) {
+    s.batch = 0;
+    s.t0 = get_index(meta, p.cu.wide);
+    s.length = static_cast<int>(get_index(meta + 8, p.cu.wide) - s.t0);
+    // Lengths that leave the tensor are the caller's error; nothing may be touched there.
+    if (s.t0 < 0 || s.length < 0 || s.t0 + s.length > T) s.length = 0;
+  }
+  s.row = p.rows.addr ? get_index(meta + 16, p.rows.wide) : n;
+  s.accepted = p.accepted.addr ? get_index(meta + 24, p.accepted.wide) : 1;
+  s.live = s.accepted >= 1 && s.row >= 0 && s.row < rows_in_pool;
+  s.fresh = p.has_init && lm_get(meta, 32) == 0;
+  XPU_FENCE(XPU_LM_ONLY);
+  return s;
+}
+
 // Softplus as torch computes it: linear above 20.
 XPU_INLINE sfloat softplus(sfloat x) {
   if (x > 20.0f) return x;

@@ -23,45 +23,6 @@ struct ConvBlock {
   int offset;          // first channel within the region
 };
 
-// One sequence as a kernel sees it.
-struct SequenceMeta {
-  int64_t batch, t0, row, accepted;
-  int length;
-  bool live, fresh;
-};
-
-// Reads what describes sequence n; `meta` is 64 bytes of local memory. `column`: of a two-column
-// index, -1 the one the accepted count names.
-template <typename P>
-__device__ inline SequenceMeta read_sequence(const P& p, int n, int64_t rows_in_pool, int T,
-                                             lm_ptr<char> meta) {
-  SequenceMeta s;
-  if (p.cu.addr) {
-    XPU_LOAD(index_at(p.cu, n, 0), meta, p.cu.wide ? 8 : 4);
-    XPU_LOAD(index_at(p.cu, n + 1, 0), meta + 8, p.cu.wide ? 8 : 4);
-  }
-  if (p.rows.addr) XPU_LOAD(index_at(p.rows, n, 0), meta + 16, p.rows.wide ? 8 : 4);
-  if (p.accepted.addr) XPU_LOAD(index_at(p.accepted, n, 0), meta + 24, p.accepted.wide ? 8 : 4);
-  if (p.has_init) XPU_LOAD(p.has_init + static_cast<gm_addr>(n * p.s_has), meta + 32, 1);
-  XPU_FENCE(XPU_LM_GM);
-  s.batch = n;
-  s.t0 = 0;
-  s.length = T;
-  if (p.cu.addr) {
-    s.batch = 0;
-    s.t0 = get_index(meta, p.cu.wide);
-    s.length = static_cast<int>(get_index(meta + 8, p.cu.wide) - s.t0);
-    // Lengths that leave the tensor are the caller's error; nothing may be touched there.
-    if (s.t0 < 0 || s.length < 0 || s.t0 + s.length > T) s.length = 0;
-  }
-  s.row = p.rows.addr ? get_index(meta + 16, p.rows.wide) : n;
-  s.accepted = p.accepted.addr ? get_index(meta + 24, p.accepted.wide) : 1;
-  s.live = s.accepted >= 1 && s.row >= 0 && s.row < rows_in_pool;
-  s.fresh = p.has_init && lm_get(meta, 32) == 0;
-  XPU_FENCE(XPU_LM_ONLY);
-  return s;
-}
-
 // Local memory of the convolution: window, weights, bias, x and y as rows of floats, and the rest.
 constexpr int kConvBytes = (kConvMaxW - 1 + kConvMaxW + 3) * kConvBlock * 4 + kConvStaging + 128;
 

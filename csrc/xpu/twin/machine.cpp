@@ -273,6 +273,7 @@ void Counters::add(const Counters& o) {
   scalar += o.scalar;
   transcendental += o.transcendental;
   fences += o.fences;
+  waits += o.waits;
   barriers += o.barriers;
   lm_high_water = std::max(lm_high_water, o.lm_high_water);
   vectors_alive = std::max(vectors_alive, o.vectors_alive);
@@ -469,6 +470,7 @@ void fence(const Site& site, int spaces) {
     // A transfer between GM and LM is complete only when both sides are.
     bool transfers = spaces & kFenceGm;
     clear_flags(c, transfers);
+    c.counters.waits += transfers && !c.pending.empty();
     if (transfers) c.pending.clear();
   }
   if (spaces & kFenceSm) c.fence_id += 1;
@@ -481,6 +483,7 @@ void barrier(const Site& site) {
   Core* self = current;
   // The vendor's barrier begins with a fence over every space.
   clear_flags(*self, true);
+  self->counters.waits += !self->pending.empty();
   self->pending.clear();
   self->counters.barriers += 1;
   self->fence_id += 1;
@@ -595,6 +598,7 @@ void launch(const char* kernel, int clusters, int cores, bool barriers,
       const Counters& n = current->counters;
       report.total.add(n);
       report.core_work_max = std::max(report.core_work_max, n.vector);
+      report.core_waits_max = std::max(report.core_waits_max, n.waits);
       report.cores_active += n.vector > 0;
     }
   }

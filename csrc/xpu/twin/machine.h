@@ -51,6 +51,7 @@ struct Counters {
   uint64_t scalar = 0;           // scalar float operations and scalar LM/SM accesses
   uint64_t transcendental = 0;   // exp, log, sqrt, divide
   uint64_t fences = 0, barriers = 0;
+  uint64_t waits = 0;  // of them, those that ended transfers: round trips to global memory
   // Maxima, not sums.
   uint64_t lm_high_water = 0;  // bytes, stack reserve included
   uint64_t vectors_alive = 0;  // vector variables in scope, which want a register each
@@ -63,7 +64,8 @@ struct LaunchReport {
   Counters total;
   uint64_t core_work_max = 0;  // vector instructions of the busiest core
   double core_work_mean = 0;   // over all cores of the chip
-  int cores_active = 0;        // cores that executed a vector instruction
+  uint64_t core_waits_max = 0;
+  int cores_active = 0;  // cores that executed a vector instruction
 };
 
 struct Config {

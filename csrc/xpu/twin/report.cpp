@@ -23,7 +23,8 @@ std::string report_json() {
       << ",\"fences\":" << c.fences << ",\"barriers\":" << c.barriers
       << ",\"lm_high_water\":" << c.lm_high_water << ",\"vectors_alive\":" << c.vectors_alive
       << ",\"core_work_max\":" << r.core_work_max << ",\"core_work_mean\":" << r.core_work_mean
-      << ",\"cores_active\":" << r.cores_active << "}";
+      << ",\"core_waits_max\":" << r.core_waits_max << ",\"cores_active\":" << r.cores_active
+      << "}";
     first = false;
   }
   s << "]";
