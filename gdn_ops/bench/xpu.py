@@ -106,7 +106,8 @@ def record(
 ) -> dict:
     """Counts of one call (``recurrent_buffered``: the mean over a fold cycle), float16 activations.
 
-    ``core_work_*`` are vector instructions; ``floor_bytes`` is the fewest bytes the call must move.
+    ``core_work_*`` are vector instructions; ``floor_bytes`` is the fewest bytes the call must move;
+    ``waits`` are fences of a core that end transfers.
     ``bytes_over_floor``, ``instructions_per_element`` and ``balance`` (busiest core over the mean)
     are their ratios.
     """
@@ -131,6 +132,8 @@ def record(
         "core_work_mean": total("core_work_mean"),
         "cores_active": max(launches, key=lambda r: r["vector"])["cores_active"],
         "lm_high_water": max(r["lm_high_water"] for r in launches),
+        "vectors_alive": max(r["vectors_alive"] for r in launches),
+        "waits": round(total("core_waits_max")),
     }
     return counts | {
         "bytes_over_floor": counts["dma_bytes"] / counts["floor_bytes"],

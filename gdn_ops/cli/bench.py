@@ -107,6 +107,7 @@ COUNTED = {
     "balance": lambda r: f"{r['balance']:.3f}",
     "cores": "cores_active",
     "LM bytes": "lm_high_water",
+    "waits": "waits",
     "model ms": lambda r: f"{1e3 * r['model_s']:.4g}",
     "model: of bytes": lambda r: f"{1e3 * r['model_memory_s']:.4g}",
     "of instructions": lambda r: f"{1e3 * r['model_compute_s']:.4g}",

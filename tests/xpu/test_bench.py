@@ -10,7 +10,7 @@ from gdn_ops.cli import main
 KEYS = {
     "op", "state_dtype", "batch", "heads", "value_heads", "dma_bytes", "floor_bytes",
     "vector_instructions", "state_elements", "core_work_max", "core_work_mean", "cores_active",
-    "lm_high_water",
+    "lm_high_water", "vectors_alive", "waits",
 }  # fmt: skip
 
 

@@ -119,3 +119,42 @@ def test_time_model_takes_the_larger_of_bytes_and_instructions():
     slow = bench.model_seconds(r, rate=1e9)
     assert slow == {"model_memory_s": 0.01, "model_compute_s": 0.005, "model_s": 0.01}
     assert bench.model_seconds(r, rate=1e8)["model_s"] == 0.05
+
+
+@pytest.mark.parametrize("op", bench.OPS)
+def test_a_core_waits_for_a_block_at_a_time(op):
+    """Rows of 1 KB are in flight while others are computed: a fence a block, and a few a head."""
+    r = record(op, 256, 2, 6)
+    blocks = 256 * 6 * bench.V / 768 / 4
+    assert r["waits"] <= {"recurrent": 1.1, "recurrent_lowrank": 1.0}.get(op, 3.2) * blocks
+
+
+@pytest.mark.parametrize("op", bench.OPS)
+def test_vectors_in_scope_and_arrays_fit_local_memory(op):
+    """With 32 registers, an argument block in local memory, and what does not fit one beside it."""
+    r = record(op, 256, 2, 6)
+    arrays = r["lm_high_water"] - 1024
+    assert arrays + 500 + 64 * max(0, r["vectors_alive"] - 32) <= 8000
+
+
+def test_drafts_wait_once_a_token_and_block():
+    """Four tokens a sequence, each state into a row of its own."""
+    device, (B, T, H, HV) = bench.xpu_twin.device(), (32, 4, 2, 6)
+    act = torch.float16
+
+    def random(*shape):
+        return torch.randn(*shape).to(act).to(device)
+
+    q, k, v = random(B, T, H, bench.K), random(B, T, H, bench.K), random(B, T, HV, bench.V)
+    gates = torch.zeros(B, T, HV, device=device)
+    state = random(B * T, HV, bench.V, bench.K)
+    index = torch.arange(B * T, dtype=torch.int32).view(B, T).to(device)
+    accepted = torch.ones(B, dtype=torch.int32).to(device)
+    bench.xpu_twin.reports()
+    torch.ops.gdn.recurrent(q, k, v, gates, gates, state, index, None, None, accepted, None, True)
+    (r,) = bench.xpu_twin.reports()
+    blocks = B * HV * bench.V / 768 / 4
+    assert r["core_waits_max"] <= blocks * T + 4
+    rows = B * HV * bench.V * bench.K * 2
+    floor = rows * (1 + T) + bench.nbytes(q, k, gates, gates) + 2 * bench.nbytes(v)
+    assert floor <= r["load_bytes"] + r["store_bytes"] <= 1.05 * floor

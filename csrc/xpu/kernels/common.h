@@ -168,13 +168,37 @@ XPU_INLINE void split_even_odd(lm_ptr<char> raw, int dtype, int n, lm_ptr<float>
 template <int NG, int ST>
 struct Keys {
   vf32 k[2 * NG], q[2 * NG];
-  sfloat kq;  // k . q
+  sfloat kq;          // k . q
+  sfloat by_k, by_q;  // factors: the norms and the scale
 
   // raw_q, raw_k: NG * 32 elements of the activations, zero beyond K. `ordered`: NG * 32 floats,
   // used only by bfloat16 states. `scratch`: 32 floats.
   XPU_INLINE void prepare(lm_ptr<char> raw_q, int q_dtype, lm_ptr<char> raw_k, int k_dtype,
                           bool l2norm, sfloat scale_q, lm_ptr<float> ordered,
                           lm_ptr<float> scratch) {
+    load(raw_q, q_dtype, raw_k, k_dtype, ordered);
+    measure(l2norm, scale_q, scratch);
+    for (int i = 0; i < 2 * NG; ++i) {
+      if (l2norm) scale(k[i], by_k);
+      scale(q[i], by_q);
+    }
+  }
+
+  // The same for keys that were prepared before and whose three scalars are at `found`.
+  XPU_INLINE void prepare_again(lm_ptr<char> raw_q, int q_dtype, lm_ptr<char> raw_k, int k_dtype,
+                                bool l2norm, lm_ptr<float> ordered, lm_ptr<float> found) {
+    load(raw_q, q_dtype, raw_k, k_dtype, ordered);
+    by_k = lm_get(found, 0);
+    by_q = lm_get(found, 1);
+    kq = lm_get(found, 2);
+    for (int i = 0; i < 2 * NG; ++i) {
+      if (l2norm) scale(k[i], by_k);
+      scale(q[i], by_q);
+    }
+  }
+
+  XPU_INLINE void load(lm_ptr<char> raw_q, int q_dtype, lm_ptr<char> raw_k, int k_dtype,
+                       lm_ptr<float> ordered) {
     vf32 z;
     zero(z);
     if (ST == kBf16 && q_dtype != kBf16) {
@@ -189,11 +213,14 @@ struct Keys {
     }
     for (int c = 0; c < NG; ++c)
       load_activation<ST>(raw_k, k_dtype, c, z, ordered, k[2 * c], k[2 * c + 1]);
+  }
 
+  XPU_INLINE void measure(bool l2norm, sfloat scale_q, lm_ptr<float> scratch) {
     vf32 acc_kq;
     zero(acc_kq);
     for (int i = 0; i < 2 * NG; ++i) multiply_add(acc_kq, k[i], q[i]);
-    sfloat rq = 1.0f, rk = 1.0f, twice;
+    by_k = 1.0f;
+    by_q = 1.0f;
     if (l2norm) {
       vf32 acc_k, acc_q;
       zero(acc_k);
@@ -204,15 +231,14 @@ struct Keys {
       }
       sfloat sk, sq;
       lane_sums(acc_k, acc_q, scratch, &sk, &sq);
-      rk = s_rsqrt(sk + 1e-6f);
-      rq = s_rsqrt(sq + 1e-6f);
-      for (int i = 0; i < 2 * NG; ++i) scale(k[i], rk);
+      by_k = s_rsqrt(sk + 1e-6f);
+      by_q = s_rsqrt(sq + 1e-6f);
     }
-    rq = rq * scale_q;
-    for (int i = 0; i < 2 * NG; ++i) scale(q[i], rq);
+    by_q = by_q * scale_q;
+    sfloat twice;
     // This sum's fence also ends all reads of the raw buffers: they may be refilled from here on.
     lane_sums(acc_kq, acc_kq, scratch, &kq, &twice);
-    kq = kq * (rk * rq);
+    kq = kq * (by_k * by_q);
   }
 };
 
