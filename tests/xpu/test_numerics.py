@@ -1,8 +1,11 @@
-"""Every XPU kernel on the twin against the float64 oracle: both models of vmac, every switch."""
+"""Every XPU kernel against the float64 oracle: on the twin with both models of vmac and every
+switch, on a Kunlun device with what was built.
+"""
 
 import pytest
 import torch
 from cases import CASES
+from twin import on_kunlun
 
 from gdn_ops import xpu_twin
 
@@ -14,6 +17,14 @@ BUILDS = {
     "no_merge32": ("fused", SWITCHES[1:]),
     "both switches, unfused": ("unfused", SWITCHES),
 }
+
+
+@pytest.mark.runs_on_kunlun
+@pytest.mark.skipif(not on_kunlun(), reason="needs GDN_BACKEND=xpu and a Kunlun device")
+@pytest.mark.parametrize("name", CASES)
+def test_against_oracle_on_the_device(name):
+    with torch.no_grad():
+        CASES[name]()
 
 
 @pytest.mark.parametrize("build", BUILDS)

@@ -1,24 +1,35 @@
-"""Tensors on the twin, and a comparison with one bound per element."""
+"""Tensors on the twin or on a Kunlun device, and a comparison with one bound per element."""
 
 from __future__ import annotations
 
 import torch
 
 import gdn_ops  # noqa: F401  (loads the library)
-from gdn_ops import xpu_twin
+from gdn_ops import _build_info, xpu_twin
 
 EPS = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 SUBNORMAL = {torch.float32: 0.0, torch.float16: 2.0**-25, torch.bfloat16: 0.0}
 
 
+def on_kunlun() -> bool:
+    """Whether the library was built for Kunlun devices (``GDN_BACKEND=xpu``) and torch sees one."""
+    return "xpu" in _build_info.BACKENDS and torch.cuda.is_available()
+
+
+def device() -> torch.device:
+    return torch.device("cuda") if on_kunlun() else xpu_twin.device()
+
+
 class Ops:
-    """``torch.ops.gdn``; a call that copies between device and host is an error.
+    """``torch.ops.gdn``; on the twin a call that copies between device and host is an error.
 
     That the host reads device memory without a copy needs no check: its addresses fault there.
     """
 
     def __getattr__(self, name):
         op = getattr(torch.ops.gdn, name)
+        if not xpu_twin.available():
+            return op
 
         def call(*args):
             before = xpu_twin.host_copies()
@@ -34,7 +45,7 @@ def to_device(x):
     """Moves a tensor, strides and all; anything else passes."""
     if not isinstance(x, torch.Tensor):
         return x
-    out = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=xpu_twin.device())
+    out = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=device())
     out.copy_(x)
     return out
 

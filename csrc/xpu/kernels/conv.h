@@ -50,13 +50,14 @@ struct ConvUnit {
     zero_fill(lm_cast<char>(weight), kConvMaxW * kConvBlock * 4);
     zero_fill(lm_cast<char>(bias), kConvBlock * 4);
     const int eb = element_bytes(p.weight.dtype);
-    for (int h = 0; h < b.width; h += kConvHalf) {
-      const int n = min_int(kConvHalf, b.width - h);
+    const int most = kConvStaging / kConvMaxW / eb;  // channels at a time
+    for (int h = 0; h < b.width; h += most) {
+      const int n = min_int(most, b.width - h);
       const gm_addr at = p.weight.addr + static_cast<gm_addr>((b.channel + h) * p.weight.s0 * eb);
       const bool by_column = p.weight.s0 == 1 && p.W > 1;
       if (by_column) {
         for (int w = 0; w < p.W; ++w)
-          XPU_LOAD(at + static_cast<gm_addr>(w * p.weight_s1 * eb), staging + w * kConvHalf * 4,
+          XPU_LOAD(at + static_cast<gm_addr>(w * p.weight_s1 * eb), staging + w * most * eb,
                    n * eb);
       } else {
         XPU_LOAD(at, staging, n * p.W * eb);
@@ -65,7 +66,7 @@ struct ConvUnit {
       for (int w = 0; w < p.W; ++w)
         for (int c = 0; c < n; ++c)
           lm_put(weight, w * kConvBlock + h + c,
-                 by_column ? get_element(staging + w * kConvHalf * 4, p.weight.dtype, c)
+                 by_column ? get_element(staging + w * most * eb, p.weight.dtype, c)
                            : get_element(staging, p.weight.dtype, c * p.W + w));
       XPU_FENCE(XPU_LM_ONLY);
     }
@@ -104,11 +105,16 @@ struct ConvUnit {
     const int eb = element_bytes(p.pool_dtype);
     zero_fill(lm_cast<char>(win), (kConvMaxW - 1) * kConvBlock * 4);
     if (p.s_c == 1) {
-      for (int j = 0; j < p.W - 1; ++j) {
-        clear_tail(staging, b.width, p.pool_dtype);
-        XPU_LOAD(pool_at(p, row, b.channel, first + j), staging, b.width * eb);
+      const int row_bytes = padded_bytes(b.width, p.pool_dtype), fit = kConvStaging / row_bytes;
+      for (int j0 = 0; j0 < p.W - 1; j0 += fit) {
+        const int n = min_int(fit, p.W - 1 - j0);
+        for (int j = 0; j < n; ++j) clear_tail(staging + j * row_bytes, b.width, p.pool_dtype);
+        for (int j = 0; j < n; ++j)
+          XPU_LOAD(pool_at(p, row, b.channel, first + j0 + j), staging + j * row_bytes,
+                   b.width * eb);
         XPU_FENCE(XPU_LM_GM);
-        widen_row(staging, p.pool_dtype, b.width, win + j * kConvBlock);
+        for (int j = 0; j < n; ++j)
+          widen_row(staging + j * row_bytes, p.pool_dtype, b.width, win + (j0 + j) * kConvBlock);
         XPU_FENCE(XPU_LM_ONLY);
       }
       return;
@@ -160,27 +166,38 @@ struct ConvUnit {
   __device__ inline void clear_tail(lm_ptr<char> p, int width, int dtype) {
     if (width % kChunk == 0) return;
     zero_fill(p, padded_bytes(width, dtype));
-    XPU_FENCE(XPU_LM_GM);
+    XPU_FENCE(XPU_LM_ONLY);
+  }
+
+  // Starts the transfer of token t's input into x.
+  __device__ inline void issue_token(const P& p, const SequenceMeta& s, const ConvBlock& b, int t) {
+    clear_tail(x, b.width, p.x.dtype);
+    XPU_LOAD(x_at(p, s, t, b.channel), x, b.width * element_bytes(p.x.dtype));
   }
 
   // The input of token t as a float32 row.
   __device__ inline void load_token(const P& p, const SequenceMeta& s, const ConvBlock& b, int t,
                                     lm_ptr<float> to) {
-    clear_tail(x, b.width, p.x.dtype);
-    XPU_LOAD(x_at(p, s, t, b.channel), x, b.width * element_bytes(p.x.dtype));
+    issue_token(p, s, b, t);
     XPU_FENCE(XPU_LM_GM);
     widen_row(x, p.x.dtype, b.width, to);
     XPU_FENCE(XPU_LM_ONLY);
   }
 
-  // Writes a float32 row of local memory as column l of the pool (contiguous channels).
-  __device__ inline void store_column(const P& p, const ConvBlock& b, int64_t row, int l,
-                                      lm_ptr<float> from) {
+  // Rounds a float32 row of local memory into `to` as the pool stores it.
+  __device__ inline void narrow_row(const P& p, const ConvBlock& b, lm_ptr<float> from,
+                                    lm_ptr<char> to) {
     vf32 lo, hi;
     for (int c = 0; c < chunks(b.width); ++c) {
       Row<kF32>::load_chunk(lm_cast<char>(from) + c * 128, lo, hi);
-      store_any(staging, p.pool_dtype, c, lo, hi);
+      store_any(to, p.pool_dtype, c, lo, hi);
     }
+  }
+
+  // Writes a float32 row of local memory as column l of the pool (contiguous channels).
+  __device__ inline void store_column(const P& p, const ConvBlock& b, int64_t row, int l,
+                                      lm_ptr<float> from) {
+    narrow_row(p, b, from, staging);
     XPU_FENCE(XPU_LM_ONLY);
     XPU_STORE(staging, pool_at(p, row, b.channel, l), b.width * element_bytes(p.pool_dtype));
     XPU_FENCE(XPU_LM_GM);
@@ -200,8 +217,17 @@ struct ConvUnit {
     const bool shift_all = !p.leading && p.L > keep;
     if (!shift_all) {
       if (p.s_c == 1) {
-        for (int j = 0; j < keep; ++j)
-          store_column(p, b, s.row, j, win + (oldest + j) % keep * kConvBlock);
+        const int row_bytes = padded_bytes(b.width, p.pool_dtype), fit = kConvStaging / row_bytes;
+        for (int j0 = 0; j0 < keep; j0 += fit) {
+          const int n = min_int(fit, keep - j0);
+          for (int j = 0; j < n; ++j)
+            narrow_row(p, b, win + (oldest + j0 + j) % keep * kConvBlock, staging + j * row_bytes);
+          XPU_FENCE(XPU_LM_ONLY);
+          for (int j = 0; j < n; ++j)
+            XPU_STORE(staging + j * row_bytes, pool_at(p, s.row, b.channel, j0 + j),
+                      b.width * element_bytes(p.pool_dtype));
+          XPU_FENCE(XPU_LM_GM);
+        }
       } else {
         for (int h = 0; h < b.width; h += kConvHalf) {
           const int n = min_int(kConvHalf, b.width - h);
@@ -255,13 +281,9 @@ struct ConvUnit {
     }
   }
 
-  // y <- the convolution of token t, whose input replaces the oldest row of the window.
-  __device__ inline void token(const P& p, const SequenceMeta& s, const ConvBlock& b, int t,
-                               int oldest) {
+  // y <- the convolution of the token in x, whose input replaces the oldest row of the window.
+  __device__ inline void token(const P& p, const ConvBlock& b, int oldest) {
     const int keep = p.W - 1;
-    clear_tail(x, b.width, p.x.dtype);
-    XPU_LOAD(x_at(p, s, t, b.channel), x, b.width * element_bytes(p.x.dtype));
-    XPU_FENCE(XPU_LM_GM);
     vf32 z;
     zero(z);
     for (int c = 0; c < chunks(b.width); ++c) {
@@ -316,6 +338,7 @@ struct ConvUnit {
                              int to, Sink sink) {
     const int keep = p.W - 1;
     load_weights(p, b);
+    bool ready = false;  // whether x holds token `from`
     if (keep) {
       if (from > 0) {
         for (int j = 0; j < keep; ++j) load_token(p, s, b, from - keep + j, win + j * kConvBlock);
@@ -323,8 +346,10 @@ struct ConvUnit {
         zero_fill(lm_cast<char>(win), (kConvMaxW - 1) * kConvBlock * 4);
       } else {
         int first = p.leading ? static_cast<int>(s.accepted) - 1 : p.L - keep;
+        issue_token(p, s, b, from);
         // An accepted count beyond the row is the caller's error; stay inside the row.
         load_window(p, b, s.row, min_int(first, p.L - keep));
+        ready = true;
       }
     }
     const bool drafts = p.leading && p.accepted.addr;
@@ -334,7 +359,11 @@ struct ConvUnit {
       save_shifted(p, b, s, 0);
     }
     for (int t = from; t < to; ++t) {
-      token(p, s, b, t, oldest);
+      if (t > from || !ready) {
+        issue_token(p, s, b, t);
+        XPU_FENCE(XPU_LM_GM);
+      }
+      token(p, b, oldest);
       sink(t);
       if (drafts && keep && keep - 1 + t < p.L) save_token(p, b, s, oldest, keep - 1 + t);
       oldest = oldest + 1 < keep ? oldest + 1 : 0;
