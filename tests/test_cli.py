@@ -317,6 +317,15 @@ def test_doctor_reports_what_runs_here(capsys):
     assert all(p["get"] for p in data["packages"] if not p["ok"])
 
 
+@pytest.mark.parametrize("seen", [True, False])
+def test_doctor_of_a_kunlun_build_asks_for_a_device_and_not_for_nvcc(monkeypatch, seen):
+    from gdn_ops.cli import doctor
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: seen)
+    notes = doctor._backend_notes({"built_backends": ["cpu", "xpu"]})
+    assert [n["backend"] for n in notes] == ([] if seen else ["xpu (Kunlun)"])
+
+
 def test_doctor_names_the_isa_that_is_forced():
     done = subprocess.run(
         [sys.executable, "-m", "gdn_ops", "doctor", "--json", "-"],

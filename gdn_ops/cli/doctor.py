@@ -37,6 +37,8 @@ ENVIRONMENT = (
     "GDN_CPU_ISA",
     "GDN_PRECISION",
     "GDN_BACKEND",
+    "XPU_TOOLKIT",
+    "KUNLUN_HOME",
     "GDN_OPS_VLLM",
     "GDN_OPS_SGLANG",
     "OMP_NUM_THREADS",
@@ -115,6 +117,12 @@ def _native() -> dict:
 def _backend_notes(native: dict) -> list[dict]:
     """What a backend that is not there would need."""
     notes = []
+    if "xpu" in native["built_backends"]:
+        # Kunlun's torch presents the chip as cuda; NVIDIA's backend is nothing to add there.
+        if not torch.cuda.is_available():
+            why = "built, but torch sees no device (a Kunlun device shows as cuda)"
+            notes.append({"backend": "xpu (Kunlun)", "why": why, "get": ""})
+        return notes
     if "cuda" not in native["built_backends"]:
         if shutil.which("nvcc") is None:
             why = "nvcc is not on PATH: install the CUDA toolkit of this torch's CUDA version"
