@@ -49,7 +49,11 @@ def source_line(site: str) -> str:
     place, _, index = site.partition("#")
     name, line = place.split(":")
     path = next(ROOT.glob(f"csrc/xpu/kernels/{name}"))
-    lines = path.read_text().splitlines()[int(line) - 1 :]
+    text = path.read_text()
+    for name, body in re.findall(r"^#define (XPU_\w+) +\\\n((?: +\".*\n)+)", text, re.MULTILINE):
+        instructions = " ".join(re.findall(r'"[^"]*"', body))
+        text = re.sub(rf"(?<!#define ){name}\b", lambda m, i=instructions: i, text)
+    lines = text.splitlines()[int(line) - 1 :]
     if not index:
         return lines[0].strip()
     instructions = (m[1] for text in lines for m in re.finditer(r'"([^"]*)\\n"', text))

@@ -162,6 +162,19 @@ def recurrent(act, state, B=3, H=2, HV=6, K=128, V=128, l2norm=True, scale=None,
             "lengths": [1, 1], "packed": False, "act": f32, "state": f32,
             "rows": [[2, 3], [5, 4]], "accepted": [2, 1]
         },
+        "drafts, f32 state": {
+            "lengths": [3, 3], "packed": False, "act": f16, "state": f32, "V": 40,
+            "rows": [[0, 1, 2], [3, 4, 5]], "accepted": [1, 2]
+        },
+        # More tokens than a group, and more columns than are looked up at a time.
+        "nine drafts": {
+            "lengths": [9], "packed": False, "act": f16, "state": f16, "V": 40,
+            "rows": [[8, 7, -1, 5, 4, 3, 2, 1, 0]], "accepted": [9]
+        },
+        "nine drafts, bf16 state": {
+            "lengths": [9], "packed": False, "act": f16, "state": bf16, "V": 20,
+            "rows": [[8, 7, 6, 5, 4, 3, 2, 1, 0]], "accepted": [1]
+        },
         "fresh, padding": {
             "lengths": [2, 3, 4], "act": f32, "state": f32, "rows": [9, -1, 3], "fresh": [0],
             "K": 256, "V": 24

@@ -20,9 +20,9 @@ BUILDS = {
 
 
 @pytest.mark.runs_on_kunlun
-@pytest.mark.skipif(not on_kunlun(), reason="needs GDN_BACKEND=xpu and a Kunlun device")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", CASES if on_kunlun() else ())
 def test_against_oracle_on_the_device(name):
+    """Of a build with GDN_BACKEND=xpu where torch sees a device."""
     with torch.no_grad():
         CASES[name]()
 

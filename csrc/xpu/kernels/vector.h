@@ -305,7 +305,7 @@ struct Row<kBf16> {
         (XPU_OP(e, "+v", e), XPU_OP(o, "+v", o)),
         (XPU_OP(n, "r", 16), XPU_OP(low, "r", 0xffff),
          XPU_OP(high, "r", static_cast<int32_t>(0xffff0000u))));
-    vf32 both = AS_FLOAT(vvor_int32x16(AS_INT(e), AS_INT(o)));
+    vf32 both = AS_FLOAT(vvor_uint32x16(AS_UINT(e), AS_UINT(o)));
     store(p, both);
   }
 

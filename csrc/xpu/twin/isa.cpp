@@ -577,7 +577,7 @@ Vec vvmul_float32x16(const Vec& a, const Vec& b, Where where) {
   return r;
 }
 
-Vec vvor_int32x16(const Vec& a, const Vec& b, Where where) {
+Vec vvor_uint32x16(const Vec& a, const Vec& b, Where where) {
   require(a, "vvor", where);
   require(b, "vvor", where);
   current->counters.vector += 1;

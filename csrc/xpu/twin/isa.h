@@ -198,7 +198,7 @@ Vec vvmerge_l_float32x16(const Vec& a, const Vec& b, Where where);
 Vec vvmerge_h_float32x16(const Vec& a, const Vec& b, Where where);
 Vec vvadd_float32x16(const Vec& a, const Vec& b, Where where);
 Vec vvmul_float32x16(const Vec& a, const Vec& b, Where where);
-Vec vvor_int32x16(const Vec& a, const Vec& b, Where where);
+Vec vvor_uint32x16(const Vec& a, const Vec& b, Where where);
 Vec svsll_uint32x16(int n, const Vec& a, Where where);
 int svneq_int32x16(int s, const Vec& a, Where where);
 Vec svadd_uint32x16_mh(int s, const Vec& a, const Vec& hold, int mask, Where where);

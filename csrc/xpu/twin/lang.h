@@ -165,7 +165,7 @@ inline uint32_t s_float_to_bits(sfloat f) {
 #define vvmerge_h_float32x16(a, b) ::gdn::xpu::twin::vvmerge_h_float32x16(a, b, XPU_WHERE)
 #define vvadd_float32x16(a, b) ::gdn::xpu::twin::vvadd_float32x16(a, b, XPU_WHERE)
 #define vvmul_float32x16(a, b) ::gdn::xpu::twin::vvmul_float32x16(a, b, XPU_WHERE)
-#define vvor_int32x16(a, b) ::gdn::xpu::twin::vvor_int32x16(a, b, XPU_WHERE)
+#define vvor_uint32x16(a, b) ::gdn::xpu::twin::vvor_uint32x16(a, b, XPU_WHERE)
 #define svsll_uint32x16(n, a) ::gdn::xpu::twin::svsll_uint32x16(n, a, XPU_WHERE)
 #define svneq_int32x16(s, a) ::gdn::xpu::twin::svneq_int32x16(s, a, XPU_WHERE)
 #define svadd_uint32x16_mh(s, a, hold, m) \

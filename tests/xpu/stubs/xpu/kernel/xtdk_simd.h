@@ -7,7 +7,7 @@ __device__ float32x16_t vvadd_float32x16(float32x16_t a, float32x16_t b);
 __device__ float32x16_t vvmul_float32x16(float32x16_t a, float32x16_t b);
 __device__ float32x16_t vvmerge_l_float32x16(float32x16_t a, float32x16_t b);
 __device__ float32x16_t vvmerge_h_float32x16(float32x16_t a, float32x16_t b);
-__device__ int32x16_t vvor_int32x16(int32x16_t a, int32x16_t b);
+__device__ uint32x16_t vvor_uint32x16(uint32x16_t a, uint32x16_t b);
 __device__ uint32x16_t svsll_uint32x16(int n, uint32x16_t v);
 __device__ int svneq_int32x16(int s, int32x16_t v);
 __device__ uint32x16_t svadd_uint32x16_mh(unsigned s, uint32x16_t v, uint32x16_t hold, int mask);
