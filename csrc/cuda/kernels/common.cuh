@@ -210,6 +210,16 @@ __device__ __forceinline__ void raw_to_float(const RawVec<T, N>& r, float* f) {
     }
   }
 }
+template <class T, int N>
+__device__ __forceinline__ RawVec<T, N> floats_to_raw(const float* f) {
+  RawVec<T, N> r;
+  alignas(16) T x[N];
+#pragma unroll
+  for (int i = 0; i < N; i++) x[i] = from_float<T>(f[i]);
+#pragma unroll
+  for (int j = 0; j < RawVec<T, N>::W; j++) r.w[j] = reinterpret_cast<const uint32_t*>(x)[j];
+  return r;
+}
 // N floats rounded to T where they lie together and aligned.
 template <class T, int N>
 __device__ __forceinline__ void store_floats(T* p, const float* f) {

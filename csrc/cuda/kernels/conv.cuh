@@ -6,10 +6,12 @@
 namespace gdn {
 namespace cuda {
 
+constexpr int64_t kNoPart = INT32_MAX;  // no channel is the first of it
+
 // Where channel c goes: up to three tensors, cut at channels first[1] and first[2].
 struct ConvTarget {
   View part[3];
-  int64_t first[3] = {0, INT64_MAX, INT64_MAX};
+  int64_t first[3] = {0, kNoPart, kNoPart};
   __device__ __forceinline__ int of(int64_t c) const {
     return c >= first[2] ? 2 : c >= first[1] ? 1 : 0;
   }
@@ -269,6 +271,140 @@ __global__ void __launch_bounds__(128)
   activate<T>(r, a.silu);
   if (norm_lanes > 0 && p < 2) normalise_head<T>(r, norm_lanes);
   *reinterpret_cast<uint4*>(out) = Vec<T>::pack(r);
+}
+
+// A sequence that is batch row n, in arithmetic of 32 bits: the host has seen that strides fit
+// (short_strides). Addresses in 64 bits are half of what conv_vectors executes.
+struct ConvRow {
+  int64_t row, accepted;
+  bool fresh;
+};
+__device__ __forceinline__ int64_t short_at(const Index& x, int n) {
+  const int offset = n * static_cast<int>(x.s0);
+  return x.is64 ? static_cast<const int64_t*>(x.ptr)[offset]
+                : static_cast<const int32_t*>(x.ptr)[offset];
+}
+__device__ __forceinline__ ConvRow conv_row(const Sequences& s, int n) {
+  ConvRow r;
+  r.accepted = s.num_accepted.ptr ? short_at(s.num_accepted, n) : 1;
+  r.row = s.state_indices.ptr ? short_at(s.state_indices, n) : n;
+  r.fresh = s.has_initial_state && !s.has_initial_state[n * static_cast<int>(s.s_has)];
+  if (r.accepted < 1 || r.row >= s.P) r.row = -1;
+  return r;
+}
+// i steps of `stride` elements, both of 32 bits.
+__device__ __forceinline__ int64_t far(int i, int64_t stride) {
+  return int64_t{i} * static_cast<int>(stride);
+}
+// Where channel c of sequence n goes; `part`: which of q, k, v that is.
+template <class T>
+__device__ __forceinline__ T* conv_output(const ConvTarget& to, int n, int c, int* part,
+                                          int* step) {
+  const int second = static_cast<int>(to.first[1]), third = static_cast<int>(to.first[2]);
+  *part = c >= third ? 2 : c >= second ? 1 : 0;
+  const View& y = *part == 2 ? to.part[2] : *part == 1 ? to.part[1] : to.part[0];
+  *step = static_cast<int>(y.st);
+  return static_cast<T*>(y.ptr) + far(n, y.sb) + (c - (*part == 2 ? third : *part ? second : 0));
+}
+
+// As conv_vectors for at most NT tokens of every sequence, not packed, whose history keeps nothing
+// that they do not meet: all that a thread reads is under way at once. Registers for ten blocks a
+// multiprocessor (f32: eight), as a block waits for its row, then for its history
+// (docs/tried/cuda.md). blockIdx = (channels / 512, sequence).
+template <class T, int NT>
+__global__ void __launch_bounds__(128, sizeof(T) == 2 ? 10 : 8)
+    conv_few(const __grid_constant__ ConvArgs a, const __grid_constant__ ConvTarget to,
+             const __grid_constant__ GateOutputs gate, int64_t first, int norm_lanes) {
+  constexpr int W = 4, N = 4;
+  using Some = RawVec<T, N>;
+  const int n = static_cast<int>(first) + blockIdx.y, length = static_cast<int>(a.seqs.T);
+  const int c = static_cast<int>(blockIdx.x * 128 + threadIdx.x) * N, C = static_cast<int>(a.C);
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  const ConvRow s = conv_row(a.seqs, n);
+  if (c >= C) {
+    // The threads past the last channel take the gates.
+    const int HV = static_cast<int>(gate.HV);
+    for (int i = (c - C) / N; gate.g && i < length * HV; i += gridDim.x * 128 - C / N) {
+      const int t = i / HV, hv = i - t * HV;
+      float g = 0.f, beta = 0.f;
+      if (s.row >= 0) compute_gates(gate.gates, load_gates(gate.gates, n, t, hv), &g, &beta);
+      gate.g[far(n, length * HV) + i] = g;
+      gate.beta[far(n, length * HV) + i] = beta;
+    }
+    return;
+  }
+  const T* x = static_cast<const T*>(a.x.ptr) + far(n, a.x.sb) + c;
+  const T* const weight = static_cast<const T*>(a.weight.ptr) + W * c;
+  Some raw[W - 1 + NT];  // [live columns, tokens]
+  RawVec<T, N * W> raw_w;
+#pragma unroll
+  for (int t = 0; t < NT; t++) {
+    raw[W - 1 + t] = load_raw<T, N>(x);
+    if (t + 1 < length) x += static_cast<int>(a.x.st);
+  }
+  raw_w = load_raw<T, N * W>(weight);
+  int p, step;
+  T* out = conv_output<T>(to, n, c, &p, &step);
+  if (s.row < 0) {
+#pragma unroll 1
+    for (int t = 0; t < length; t++, out += step) store_raw<T, N>(out, {});
+    return;
+  }
+  T* const state = static_cast<T*>(a.state.ptr) + far(static_cast<int>(s.row), a.state.s_p) + c;
+  const bool appended = a.state.leading && a.seqs.num_accepted.ptr;
+  const int L = static_cast<int>(a.state.L), held = a.state.leading ? W - 1 : L;
+  const int column = !a.state.leading ? L - (W - 1)
+                     : appended       ? static_cast<int>(s.accepted) - 1
+                                      : 0;
+  const int s_l = static_cast<int>(a.state.s_l);
+  const T* from = state + column * s_l;
+#pragma unroll
+  for (int i = 0; i < W - 1; i++, from += s_l) {
+    raw[i] = {};
+    if (!s.fresh) raw[i] = load_raw<T, N>(from);
+  }
+  float h[W - 1][N], w[N * W], bias[N], r[NT][N];
+  load_bias(a.bias, c, bias);
+  raw_to_float<T, N * W>(raw_w, w);
+#pragma unroll
+  for (int i = 0; i < W - 1; i++) raw_to_float<T, N>(raw[i], h[i]);
+  // Element i of [live columns, tokens] becomes column i - dropped.
+  const int dropped = (appended ? 1 : length) - (held - (W - 1));
+  const int wanted = appended ? W - 1 + length - 1 : held;
+  const int last = (wanted < L ? wanted : L) + dropped;
+  T* into = state - dropped * s_l;
+#pragma unroll
+  for (int i = 0; i < W - 1 + NT; i++, into += s_l) {
+    if (i >= dropped && i < last) store_raw<T, N>(into, raw[i]);
+  }
+#pragma unroll
+  for (int t = 0; t < NT; t++) {
+    float now[N];
+    raw_to_float<T, N>(raw[W - 1 + t], now);
+#pragma unroll
+    for (int e = 0; e < N; e++) {
+      float sum = bias[e];
+#pragma unroll
+      for (int j = 0; j < W - 1; j++) sum = __fmaf_rn(w[e * W + j], h[j][e], sum);
+      r[t][e] = __fmaf_rn(w[e * W + W - 1], now[e], sum);
+#pragma unroll
+      for (int j = 0; j + 1 < W - 1; j++) h[j][e] = h[j + 1][e];
+      h[W - 2][e] = now[e];
+    }
+  }
+  if (a.silu) {
+#pragma unroll
+    for (int t = 0; t < NT; t++) activate<T>(r[t], true);
+  }
+  if (norm_lanes > 0 && p < 2) {
+#pragma unroll
+    for (int t = 0; t < NT; t++) normalise_head<T>(r[t], norm_lanes);
+  }
+#pragma unroll
+  for (int t = 0; t < NT; t++, out += step) {
+    if (t < length) store_raw<T, N>(out, floats_to_raw<T, N>(r[t]));
+  }
 }
 
 // W = 4, x, weights and histories of one type, channels of a column and of a token neighbours in

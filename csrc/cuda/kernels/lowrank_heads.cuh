@@ -134,15 +134,16 @@ struct WeightColumn<f16> {
   }
 };
 
-// More registers let fewer blocks in, fewer spill (docs/tried/cuda.md).
-template <class WT, int TG>
+// More registers let fewer blocks in, fewer spill (docs/tried/cuda.md). MOST: MANY and NORM.
+template <class WT, int TG, bool MOST>
 constexpr int heads_registers() {
-  return sizeof(WT) == 4 ? 112 : TG == 1 ? 72 : 96;
+  return sizeof(WT) == 4 ? (MOST ? 128 : 112) : TG == 1 ? 72 : 96;
 }
 #if CUDART_VERSION >= 12040
-#define GDN_HEADS_BOUNDS __maxnreg__((heads_registers<WT, TG>()))
+#define GDN_HEADS_BOUNDS __maxnreg__((heads_registers<WT, TG, MANY && NORM>()))
 #else
-#define GDN_HEADS_BOUNDS __launch_bounds__(32 * kMaxHeads, 512 / heads_registers<WT, TG>())
+#define GDN_HEADS_BOUNDS \
+  __launch_bounds__(32 * kMaxHeads, 512 / heads_registers<WT, TG, MANY && NORM>())
 #endif
 
 // blockIdx.x = key head, blockIdx.y = sequence; as many warps as a key head has value heads.
@@ -155,6 +156,8 @@ __global__ void GDN_HEADS_BOUNDS lowrank_heads(const __grid_constant__ Recurrent
   constexpr bool k16Bit = sizeof(WT) == 2;
   // For a single token plain arithmetic is as fast, and a trip through shared memory shorter.
   constexpr bool kTensor = k16Bit && TG > 1;
+  // What the norm reads is asked for when it is needed, where its registers would spill.
+  constexpr bool kNormLate = NORM && MANY && k16Bit;
   constexpr int PER = 32 / Shared::kPieces;  // rows that a warp copies at once
   constexpr int E = 16 / static_cast<int>(sizeof(WT));
   extern __shared__ __align__(128) unsigned char shared[];
@@ -288,18 +291,23 @@ __global__ void GDN_HEADS_BOUNDS lowrank_heads(const __grid_constant__ Recurrent
     }
     RawVec<AT, 4> raw_z[TG];
     uint32_t raw_weight[4];
-    if constexpr (NORM) {
+    const auto z_at = [&](int t) {
+      return static_cast<const AT*>(norm.z.ptr) +
+             offset_of(norm.z, batch, start + (t < T ? t : 0), hv);
+    };
+    const auto ask_norm = [&] {
 #pragma unroll
-      for (int t = 0; t < TG; t++) {
-        raw_z[t] =
-            load_raw<AT, 4>(static_cast<const AT*>(norm.z.ptr) +
-                            offset_of(norm.z, batch, start + (t < T ? t : 0), hv) + lane * 4);
-      }
+      for (int t = 0; t < TG; t++) raw_z[t] = load_raw<AT, 4>(z_at(t) + lane * 4);
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         raw_weight[i] =
             load_bits(norm.weight.ptr, norm.weight.dtype, (lane * 4 + i) * norm.weight.s0);
       }
+    };
+    if constexpr (kNormLate) {
+      if (lane < 2 * TG) prefetch_line(z_at(lane % TG) + lane / TG * 64);
+    } else if constexpr (NORM) {
+      ask_norm();
     }
 
     // Inner products of the tokens with each other: row and column 2 t are k, 2 t + 1 q of token t.
@@ -546,6 +554,7 @@ __global__ void GDN_HEADS_BOUNDS lowrank_heads(const __grid_constant__ Recurrent
       }
     }
 
+    if constexpr (kNormLate) ask_norm();
 #pragma unroll
     for (int t = 0; t < TG; t++) {
       if (t < T) {

@@ -74,7 +74,7 @@ bool vector_channels(const ConvArgs& a, const ConvTarget& to) {
     return false;
   }
   for (int p = 0; p < 3; p++) {
-    if (to.first[p] == INT64_MAX) continue;
+    if (to.first[p] == kNoPart) continue;
     const View& y = to.part[p];
     if (y.dtype != d || to.first[p] % 8 != 0 || !vector_view(y, 8)) return false;
   }
@@ -82,6 +82,19 @@ bool vector_channels(const ConvArgs& a, const ConvTarget& to) {
 }
 
 bool channels_last(const ConvPool& s) { return s.s_c == 1 && s.s_l % 8 == 0; }
+
+// Whether 32 bits hold what conv_row and conv_output multiply.
+bool short_strides(const ConvArgs& a, const ConvTarget& to) {
+  const Sequences& s = a.seqs;
+  const auto fits = [](int64_t x, int64_t y) {
+    return x < INT32_MAX && y < INT32_MAX && -y < INT32_MAX && x * (y < 0 ? -y : y) < INT32_MAX;
+  };
+  bool can = fits(s.N, s.state_indices.s0) && fits(s.N, s.num_accepted.s0) && fits(s.N, s.s_has) &&
+             fits(s.P, 1) && fits(a.C, a.W) && fits(1, a.x.sb) && fits(a.seqs.T, a.x.st) &&
+             fits(1, a.state.s_p) && fits(a.state.L, a.state.s_l);
+  for (const View& y : to.part) can = can && fits(1, y.sb) && fits(a.seqs.T, y.st);
+  return can;
+}
 
 bool token_can(const ConvArgs& a, const ConvTarget& to) {
   const ConvPool& s = a.state;
@@ -93,9 +106,30 @@ bool token_can(const ConvArgs& a, const ConvTarget& to) {
   return channels_last(s) || (s.s_l == 1 && s.s_c == s.L);
 }
 
+// One to four tokens, and a history of which nothing stays but what they meet.
+bool few_can(const ConvArgs& a, const ConvTarget& to) {
+  return !a.seqs.cu_seqlens.ptr && a.seqs.T >= 1 && a.seqs.T <= 4 && short_strides(a, to) &&
+         (a.state.leading || a.state.L - (a.W - 1) <= a.seqs.T);
+}
+
+template <class T>
+cudaError_t few(const ConvArgs& a, const ConvTarget& to, const GateOutputs& gate, int norm_lanes,
+                cudaStream_t stream) {
+  cudaError_t error = cudaSuccess;
+  for (int64_t first = 0; first < a.seqs.N && error == cudaSuccess; first += kMaxGridY) {
+    const int64_t count = a.seqs.N - first < kMaxGridY ? a.seqs.N - first : kMaxGridY;
+    const dim3 grid(blocks_for(a.C / kChannels + (gate.g ? gate.HV : 0), 128),
+                    static_cast<unsigned>(count));
+    const auto kernel = a.seqs.T <= 2 ? conv_few<T, 2> : conv_few<T, 4>;
+    error = launch(kernel, grid, dim3(128), 0, stream, a, to, gate, first, norm_lanes);
+  }
+  return error;
+}
+
 template <class T>
 cudaError_t vectors(const ConvArgs& a, const ConvTarget& to, const GateOutputs& gate,
                     int norm_lanes, cudaStream_t stream) {
+  if (few_can(a, to)) return few<T>(a, to, gate, norm_lanes, stream);
   constexpr int N = kChannels;
   const unsigned across = blocks_for(a.C / N + (gate.g ? gate.HV : 0), 128);
   const int64_t sequences = a.seqs.cu_seqlens.ptr ? 1 : a.seqs.N;
