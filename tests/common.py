@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
@@ -41,6 +42,11 @@ def at_thread_counts(counts, call) -> list:
     finally:
         torch.set_num_threads(threads)
     return results
+
+
+def offsets(lengths, dtype=torch.int32) -> Tensor:
+    """``cu_seqlens`` of sequences of these lengths."""
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=dtype)
 
 
 def make_pool(P, HV, V, K, dtype=torch.float32, transposed=False, seed=0) -> Tensor:

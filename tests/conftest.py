@@ -18,3 +18,11 @@ if FOUND and Path(FOUND.origin).resolve().parent != TREE and any(TREE.glob("_C*.
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def fast():
+    """Products of the CPU with operands rounded once, until the test ends."""
+    torch.ops.gdn.set_precision("fast")
+    yield
+    torch.ops.gdn.set_precision("exact")

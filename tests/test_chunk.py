@@ -17,6 +17,7 @@ from common import (
     extreme,
     make_pool,
     make_qkv,
+    offsets,
 )
 from torch.library import opcheck
 
@@ -26,10 +27,6 @@ from gdn_ops._tolerance import rounded_error
 
 # f32 sums in another order than the oracle's, over chunks of up to 128 tokens.
 SLACK = 4.0
-
-
-def offsets(lengths, dtype=torch.int32):
-    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=dtype)
 
 
 def state(N, HV, V, K, seed=7):
@@ -269,13 +266,6 @@ def test_stale_scratch_is_never_read():
 
 
 # --- fast: products of bfloat16 inputs with operands rounded once
-
-
-@pytest.fixture
-def fast():
-    gdn_ops.set_precision("fast")
-    yield
-    gdn_ops.set_precision("exact")
 
 
 ROUNDS = torch.ops.gdn.cpu_isa() in ("amx", "avx512bf16")

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from common import ACTIVATIONS, assert_close, at_thread_counts, make_layer
+from common import ACTIVATIONS, assert_close, at_thread_counts, make_layer, offsets
 
 import gdn_ops
 from gdn_ops import reference
@@ -191,7 +191,7 @@ def test_leading_plain_keeps_the_tail():
 
 def test_packed():
     lengths, C = [0, 5, 1, 0, 33], 24
-    cu = torch.tensor([0, *itertools.accumulate(lengths)])
+    cu = offsets(lengths, torch.int64)
     x, weight = torch.randn(1, sum(lengths), C), torch.randn(C, 4)
     pool = conv_pool(5, C, 3)
     y_ref, pool_ref = reference.short_conv(x, weight, None, pool, cu_seqlens=cu)

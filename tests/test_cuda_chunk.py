@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import pytest
 import torch
-from common import EXTREMES, extreme
+from common import EXTREMES, extreme, offsets
 from test_cuda import DTYPES, close, gpu, inputs, ops, pool
 
 from gdn_ops import reference
@@ -18,10 +17,6 @@ BF16 = torch.bfloat16
 F16 = torch.float16
 # 16 bits: X, U and D U are rounded one after the other. float32: sums over a whole sequence.
 SLACK = {torch.float32: 2.0, BF16: 1.5, F16: 1.5}
-
-
-def offsets(lengths, dtype=torch.int32):
-    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=dtype)
 
 
 def states(N, HV, V, K, seed=7):

@@ -6,7 +6,15 @@ import itertools
 
 import pytest
 import torch
-from common import ACTIVATIONS, assert_close, at_thread_counts, clone_pool, make_pool, make_qkv
+from common import (
+    ACTIVATIONS,
+    assert_close,
+    at_thread_counts,
+    clone_pool,
+    make_pool,
+    make_qkv,
+    offsets,
+)
 
 import gdn_ops
 from gdn_ops import reference
@@ -92,7 +100,7 @@ def test_strided_views_equal_contiguous():
 @pytest.mark.parametrize("layout", ["row", "transposed"])
 def test_packed_equals_separate(layout):
     lengths = [0, 3, 0, 2, 1, 0]
-    cu = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    cu = offsets(lengths)
     args = make_qkv(1, sum(lengths), 2, 6, 40, 24)
     pool = make_pool(8, 6, 24, 40, transposed=layout == "transposed")
     idx = torch.tensor([7, 2, 5, 0, 3, 1], dtype=torch.int64)
@@ -205,13 +213,6 @@ def test_raises_before_writing():
         gdn_ops.recurrent(q.detach(), k, v, g, beta, pool.to("meta"))
     with pytest.raises(RuntimeError, match="expanded"):
         gdn_ops.recurrent(q.detach(), k, v, g, beta, pool[:1].expand(3, 6, 8, 16))
-
-
-@pytest.fixture
-def fast():
-    gdn_ops.set_precision("fast")
-    yield
-    gdn_ops.set_precision("exact")
 
 
 @pytest.mark.parametrize("K", [64, 128, 256, 100])

@@ -281,7 +281,6 @@ def test_recurrence_refuses_by_name():
 # --- prefill
 
 
-LENGTHS = (130, 0, 64, 5)
 CU = torch.tensor([0, 130, 130, 194, 199], dtype=torch.int32)
 
 
