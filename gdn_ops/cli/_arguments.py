@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from gdn_ops import xpu_twin
+from gdn_ops.bench._timing import DTYPES
 from gdn_ops.cli._output import UsageError
 
 
@@ -129,8 +130,6 @@ def mode(text: str) -> str:
 
 def dtype(text: str) -> str:
     """A name of :data:`gdn_ops.bench._timing.DTYPES`."""
-    from gdn_ops.bench._timing import DTYPES
-
     if text not in DTYPES:
         raise ValueError(f"expected some of {', '.join(DTYPES)}, got {text!r}")
     return text

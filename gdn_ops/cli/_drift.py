@@ -11,6 +11,9 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+import gdn_ops
+from gdn_ops import reference, windows
+
 H, HV, K, V = 2, 6, 64, 64
 RANKS = (8, 16)
 
@@ -29,9 +32,6 @@ def inputs(steps: int, dtype: torch.dtype, seed: int) -> list[Tensor]:
 def modes(state: torch.dtype) -> Iterator[tuple[str, Callable[[list[Tensor]], Tensor]]]:
     """Each state mode as ``(name, step)`` with pools of its own; windows are of the state's dtype,
     for buffered float32 too."""
-    import gdn_ops
-    from gdn_ops import windows
-
     pool = torch.zeros(1, HV, V, K, dtype=state)
     yield "full", lambda x: gdn_ops.recurrent(*x, pool)
     for R in RANKS:
@@ -49,8 +49,6 @@ def modes(state: torch.dtype) -> Iterator[tuple[str, Callable[[list[Tensor]], Te
 
 def truths(x: list[Tensor]) -> dict[str, Tensor]:
     """The float64 outputs of each mode."""
-    from gdn_ops import reference, windows
-
     state = torch.zeros(1, HV, V, K, dtype=torch.float64)
     full, _ = reference.recurrent(*x, state)
     found = {"full": full}

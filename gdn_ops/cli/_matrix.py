@@ -9,8 +9,13 @@ from dataclasses import dataclass
 
 import torch
 
+import gdn_ops
+from gdn_ops import reference
 from gdn_ops._limits import MAX_WINDOW
-from gdn_ops.cli import _arguments
+from gdn_ops._tolerance import ROUNDED_FACTOR
+from gdn_ops.bench import Options, recurrent, windows
+from gdn_ops.bench._timing import DTYPES
+from gdn_ops.cli import _arguments, demo
 from gdn_ops.cli._output import Output, UsageError
 
 # Peers are compiled at these batch sizes only: each compile takes longer than all its timing.
@@ -31,8 +36,6 @@ class Plan:
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> Plan:
-        from gdn_ops.bench._timing import DTYPES
-
         read = _arguments.items
         batches = read(args.batch, "batch", _arguments.batch) or (
             (1, 16) if args.quick else (1, 4, 16, 64)
@@ -74,7 +77,6 @@ class Plan:
 
 def options_for(args: argparse.Namespace, plan: Plan):
     """What the benchmarks take, with short samples, and a status that says how far the run is."""
-    from gdn_ops.bench import Options
 
     class Short(Options):
         """Short samples; what it shows begins with how far the whole run is."""
@@ -103,8 +105,6 @@ def options_for(args: argparse.Namespace, plan: Plan):
 
 def scaling_rows(plan: Plan, options) -> list[dict]:
     """Our recurrence and its peers over the batch sizes; float32 state."""
-    from gdn_ops.bench import recurrent
-
     rows = []
     asked = options.compiled
     for batch in plan.batches:
@@ -119,10 +119,6 @@ def scaling_rows(plan: Plan, options) -> list[dict]:
 
 def matrix_rows(plan: Plan, options) -> list[dict]:
     """Full, buffered and low-rank state over precision modes, state dtypes, batches and R."""
-    import gdn_ops
-    from gdn_ops._tolerance import ROUNDED_FACTOR
-    from gdn_ops.bench import windows
-
     rows = []
     before = gdn_ops.get_precision()
     try:
@@ -144,11 +140,8 @@ def matrix_rows(plan: Plan, options) -> list[dict]:
 
 def quality_rows(plan: Plan, seed: int) -> list[dict]:
     """Error of the low-rank output against the full one, by how fast the decay forgets."""
-    import gdn_ops
-    from gdn_ops import reference, windows
-    from gdn_ops.bench.recurrent import K, V
-
     H, HV, T = 2, 6, QUALITY_TOKENS
+    K, V = recurrent.K, recurrent.V
     gen = torch.Generator().manual_seed(seed)
     q, k = reference.l2norm(torch.randn(2, 1, T, H, K, generator=gen))
     v = torch.randn(1, T, HV, V, generator=gen)
@@ -158,7 +151,9 @@ def quality_rows(plan: Plan, seed: int) -> list[dict]:
         g = -deepest * torch.rand(1, T, HV, generator=gen)
         want, _ = reference.recurrent(q, k, v, g, beta, torch.zeros(1, HV, V, K))
         for R in plan.windows:
-            got = gdn_ops.recurrent_lowrank(q, k, v, g, beta, *windows.allocate(1, H, HV, K, V, R))
+            got = gdn_ops.recurrent_lowrank(
+                q, k, v, g, beta, *gdn_ops.windows.allocate(1, H, HV, K, V, R)
+            )
             difference = got.double() - want
             rows.append(
                 {
@@ -174,8 +169,6 @@ def quality_rows(plan: Plan, seed: int) -> list[dict]:
 
 def part_rows(args: argparse.Namespace, plan: Plan, out: Output, status) -> list[dict]:
     """Each part of a layer, eager, in the dtype of the other tables' activations."""
-    from gdn_ops.cli import demo
-
     own = argparse.Namespace(
         hidden=PARTS_HIDDEN, batch=plan.batches[0], seed=args.seed, no_compile=True, device="cpu"
     )

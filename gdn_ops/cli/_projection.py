@@ -6,6 +6,8 @@ import argparse
 
 import torch
 
+from gdn_ops.bench import recurrent, windows
+from gdn_ops.bench._timing import SHORT
 from gdn_ops.cli._matrix import PARTS_HIDDEN, Plan
 
 
@@ -37,9 +39,6 @@ def projection_rows(
     args: argparse.Namespace, plan: Plan, measured: list[dict], bandwidth: float
 ) -> list[dict]:
     """Tokens a second that the state traffic alone allows, and what was reached here."""
-    from gdn_ops.bench import recurrent, windows
-    from gdn_ops.bench._timing import SHORT
-
     H, HV = plan.heads
     activations = recurrent.Inputs(1, H, HV, torch.bfloat16, args.seed).bytes
     f32 = torch.float32

@@ -15,7 +15,10 @@ from __future__ import annotations
 import argparse
 from contextlib import nullcontext
 
-from gdn_ops.cli import _arguments
+from gdn_ops import bench
+from gdn_ops.bench import Options, xpu
+from gdn_ops.bench._timing import DTYPES, label
+from gdn_ops.cli import _arguments, _plot
 from gdn_ops.cli._output import Output, UsageError
 
 HELP = "time the ops against peers and the memory floor"
@@ -53,9 +56,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def options_from(args: argparse.Namespace):
-    from gdn_ops.bench import Options
-    from gdn_ops.bench._timing import DTYPES
-
     return Options(
         quick=args.quick,
         batches=_arguments.items(args.batch, "batch", _arguments.batch),
@@ -116,8 +116,6 @@ COUNTED = {
 
 def run_twin(args: argparse.Namespace, out: Output) -> tuple[int, list]:
     """Counts of the Kunlun kernels on their host twin: a list of records."""
-    from gdn_ops.bench import xpu
-
     if args.plot:
         raise UsageError("--plot: counts of the twin are no times and are not plotted")
     _arguments.device(args.device)
@@ -147,8 +145,6 @@ def run_twin(args: argparse.Namespace, out: Output) -> tuple[int, list]:
 
 
 def run(args: argparse.Namespace, out: Output) -> tuple[int, dict | list]:
-    from gdn_ops import bench
-
     if args.device == "xpu-twin" and not args.list:
         return run_twin(args, out)
     if args.rate or args.bandwidth:
@@ -173,8 +169,6 @@ def run(args: argparse.Namespace, out: Output) -> tuple[int, dict | list]:
         modules = [m for m in modules if m not in on_cpu]
     options = options_from(args)
     if args.plot:
-        from gdn_ops.cli import _plot
-
         _plot.require(args.plot, options.batches)
     machine = bench.machine(args.device)
     out.console.print(", ".join(f"{k}: {v}" for k, v in machine.items()), markup=False)
@@ -201,7 +195,6 @@ def _title(module) -> str:
 
 def _line(out: Output):
     """Prints a row as soon as it is there, when nobody sees the spinner."""
-    from gdn_ops.bench._timing import label
 
     def emit(row: dict) -> None:
         if out.console.is_terminal:

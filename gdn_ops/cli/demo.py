@@ -16,6 +16,7 @@ from typing import TypeVar
 
 import torch
 
+from gdn_ops import bench
 from gdn_ops.cli import _arguments
 from gdn_ops.cli._arguments import SEED, whole
 from gdn_ops.cli._output import Output
@@ -229,8 +230,6 @@ def layer_part(args: argparse.Namespace, out: Output, status, dtype: torch.dtype
 def run(args: argparse.Namespace, out: Output) -> tuple[int, dict]:
     _arguments.need_transformers("the demo")
     from transformers.utils import logging
-
-    from gdn_ops import bench
 
     _arguments.device(args.device)
     machine = bench.machine(args.device)

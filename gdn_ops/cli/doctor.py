@@ -14,8 +14,9 @@ import sys
 import time
 
 import torch
+from packaging.version import Version
 
-from gdn_ops._native import REBUILD
+from gdn_ops import _build_info, _native, bench
 from gdn_ops.cli._output import Output
 
 HELP = "what was built, what is active, what is missing"
@@ -50,8 +51,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _packages() -> list[dict]:
-    from packaging.version import Version
-
     found = []
     for name, lowest, use in PACKAGES:
         try:
@@ -85,9 +84,7 @@ def _cores_busy() -> float:
     return round((time.process_time() - busy) / (time.perf_counter() - wall), 2)
 
 
-def _native() -> dict:
-    from gdn_ops import _build_info, _native
-
+def _library() -> dict:
     libraries = _native.libraries()
     schemas = [s for s in torch._C._jit_get_all_schemas() if s.name.startswith("gdn::")]
     return {
@@ -150,7 +147,7 @@ def _problems(native: dict, packages: list[dict]) -> list[str]:
     if native["built_for_torch"] != torch.__version__:
         problems.append(
             f"built for torch {native['built_for_torch']}, running on {torch.__version__}: rebuild "
-            f"with {REBUILD}"
+            f"with {_native.REBUILD}"
         )
     if native["cpu_isa"] == "scalar" and platform.machine() in ("x86_64", "aarch64"):
         problems.append("the scalar kernels are active: slow; is GDN_CPU_ISA=scalar set?")
@@ -166,9 +163,7 @@ def _problems(native: dict, packages: list[dict]) -> list[str]:
 
 
 def run(args: argparse.Namespace, out: Output) -> tuple[int, dict]:
-    from gdn_ops import bench
-
-    native, packages = _native(), _packages()
+    native, packages = _library(), _packages()
     system = {
         "python": sys.version.split()[0],
         "platform": platform.platform(),

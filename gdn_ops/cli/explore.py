@@ -16,7 +16,9 @@ import argparse
 
 import torch
 
-from gdn_ops.cli import _arguments
+from gdn_ops import bench
+from gdn_ops.bench._timing import keep_freed_memory
+from gdn_ops.cli import _arguments, _plot
 from gdn_ops.cli._matrix import (
     QUALITY_TOKENS,
     Plan,
@@ -170,13 +172,8 @@ def conclude(
 
 
 def run(args: argparse.Namespace, out: Output) -> tuple[int, dict]:
-    from gdn_ops import bench
-    from gdn_ops.bench._timing import keep_freed_memory
-
     plan = Plan.of(args)
     if args.plot:
-        from gdn_ops.cli import _plot
-
         _plot.require(args.plot, plan.batches)
     keep_freed_memory()
     machine = bench.machine()

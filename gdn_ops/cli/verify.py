@@ -21,12 +21,19 @@ from __future__ import annotations
 
 import argparse
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from gdn_ops.cli import _arguments
+import gdn_ops
+from gdn_ops import bench
+from gdn_ops._on_device import OnDevice, refused
+from gdn_ops._tolerance import ROUNDED_FACTOR, TOLERANCE, column_error, rounded_error, scaled_error
+from gdn_ops.bench._timing import DTYPES
+from gdn_ops.cli import _arguments, _drift
+from gdn_ops.cli._cases import CASES, COLUMNS, FOLD, FUSED, ROUNDED, STATELESS, Setting
 from gdn_ops.cli._output import Output, UsageError
 
 HELP = "every op against float64, errors by dtype and precision"
@@ -36,8 +43,6 @@ SHAPES = ((2, 6, 128, 128), (3, 3, 100, 81))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from gdn_ops.cli._cases import CASES
-
     parser.add_argument("ops", nargs="*", metavar="OP", help=f"default: all of {', '.join(CASES)}")
     parser.add_argument(
         "--device", choices=_arguments.DEVICES, default="cpu",
@@ -68,15 +73,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _dtypes(text: str | None, what: str) -> tuple[str, ...]:
-    from gdn_ops.bench._timing import DTYPES
-
     return _arguments.items(text, what, _arguments.dtype) or tuple(DTYPES)
 
 
 def compare(got: Tensor, want: Tensor, rtol: float, atol: float) -> dict[str, float]:
     """Errors of one tensor: largest, in the 2-norm, and the largest over its tolerance."""
-    from gdn_ops._tolerance import scaled_error
-
     difference = (got.double() - want).abs()
     norm = float(want.norm())
     return {
@@ -88,8 +89,6 @@ def compare(got: Tensor, want: Tensor, rtol: float, atol: float) -> dict[str, fl
 
 def _settings(args: argparse.Namespace, op: str):
     """``(activation, state, modes)`` of the rows of one op."""
-    from gdn_ops.cli._cases import ROUNDED, STATELESS
-
     modes = _arguments.items(args.precision, "precision", _arguments.mode)
     if args.device != "cpu":
         modes = modes or ("exact",)  # the others change what the CPU does
@@ -106,8 +105,6 @@ def _settings(args: argparse.Namespace, op: str):
 
 def _moved(args: argparse.Namespace) -> AbstractContextManager:
     """What moves the calls of our ops to the device that was asked for."""
-    from gdn_ops._on_device import OnDevice
-
     device = _arguments.device(args.device)
     return nullcontext() if device.type == "cpu" else OnDevice(device)
 
@@ -128,10 +125,6 @@ class Kind(NamedTuple):
 
     def errors(self, what: str, got: Tensor, want: Tensor, K: int, magnitude: Tensor | None):
         """Errors of one tensor, judged by what was rounded on the way to it."""
-        from gdn_ops._tolerance import ROUNDED_FACTOR, TOLERANCE, column_error, rounded_error
-        from gdn_ops.bench._timing import DTYPES
-        from gdn_ops.cli._cases import COLUMNS, FOLD, FUSED
-
         rtol, atol = TOLERANCE[got.dtype]
         of_state = TOLERANCE[DTYPES[self.state or "f32"]]
         activation = DTYPES[self.activation]
@@ -161,11 +154,6 @@ class Kind(NamedTuple):
 
 def _rows(kind: Kind, seed: int, moved: AbstractContextManager) -> tuple[list[dict], list[dict]]:
     """The rows of one kind, ``moved`` around the calls, and the calls that a device refused."""
-    import gdn_ops
-    from gdn_ops._on_device import refused
-    from gdn_ops.bench._timing import DTYPES
-    from gdn_ops.cli._cases import CASES, Setting
-
     worst: dict[str, dict] = {}
     left_out = []
     before = gdn_ops.get_precision()
@@ -200,15 +188,11 @@ def _rows(kind: Kind, seed: int, moved: AbstractContextManager) -> tuple[list[di
 DRIFT_ROUNDINGS = 16.0
 
 
-def _drift(args: argparse.Namespace, out: Output) -> tuple[int, dict]:
-    from gdn_ops import bench
-    from gdn_ops.bench._timing import DTYPES
-    from gdn_ops.cli._drift import rows
-
+def run_drift(args: argparse.Namespace, out: Output) -> tuple[int, dict]:
     activations = {n: DTYPES[n] for n in _dtypes(args.dtype, "dtype")}
     states = {n: DTYPES[n] for n in _dtypes(args.state, "state")}
     with out.progress("drift") as status, torch.no_grad(), _moved(args):
-        found = rows(args.drift, activations, states, args.seed, status)
+        found = _drift.rows(args.drift, activations, states, args.seed, status)
     for r in found:
         unit = max(torch.finfo(DTYPES[d]).eps for d in (r["dtype"], r["state"]))
         r["roundings"] = r["last"] / unit
@@ -230,10 +214,8 @@ def _drift(args: argparse.Namespace, out: Output) -> tuple[int, dict]:
     return int(not all(r["ok"] for r in found)), {"machine": machine, "drift": found}
 
 
-def _lowrank(args: argparse.Namespace, out: Output) -> tuple[int, dict]:
-    from pathlib import Path
-
-    from gdn_ops import bench
+def run_lowrank(args: argparse.Namespace, out: Output) -> tuple[int, dict]:
+    # Not for every command: the layers of gdn_ops.nn bring the compiler, a second of imports.
     from gdn_ops.cli import _lowrank
 
     if args.text is not None and not Path(args.text).is_file():
@@ -278,14 +260,11 @@ def _no_idle_options(args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace, out: Output) -> tuple[int, dict]:
-    from gdn_ops import bench
-    from gdn_ops.cli._cases import CASES
-
     _no_idle_options(args)
     if args.drift is not None:
-        return _drift(args, out)
+        return run_drift(args, out)
     if args.lowrank:
-        return _lowrank(args, out)
+        return run_lowrank(args, out)
 
     unknown = [op for op in args.ops if op not in CASES]
     if unknown:
