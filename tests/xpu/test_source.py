@@ -200,6 +200,42 @@ def test_arguments_have_no_padding():
     assert done.returncode == 0, done.stderr
 
 
+LAUNCHES = """
+#include "launch.h"
+#include "lang.h"
+#include <cstdio>
+#include <exception>
+using namespace gdn::xpu;
+int main() {
+  const int codes[] = {(714, Launched{0}).error, (0, Launched{0}).error,
+                       (static_cast<void>(0), Launched{0}).error};
+  for (int code : codes) try {
+    check_launch("recurrent", code);
+    std::puts("ok");
+  } catch (const std::exception& e) {
+    std::puts(e.what());
+  }
+}
+"""
+
+
+def test_the_error_of_a_launch_is_raised(tmp_path):
+    """A launch as an error code, as success, and as nothing, which a compiler may make of it."""
+    compiler = shutil.which("g++")
+    if not compiler:
+        pytest.skip("no g++")
+    source, program = tmp_path / "launches.cpp", tmp_path / "launches"
+    declared = re.findall(r"^(void launch_.*\));$", (XPU / "kernels/launch.h").read_text(), re.M)
+    nothing = "".join(f"{d} {{}}\n" for d in declared)
+    source.write_text(f"{LAUNCHES}namespace gdn {{ namespace xpu {{\n{nothing}}} }}\n")
+    flags = [f"-I{XPU / 'kernels'}", f"-I{Path(__file__).parent / 'stubs'}", "-Wno-psabi"]
+    flags += ["-std=c++17", str(XPU / "runtime/host.cpp")]
+    subprocess.run([compiler, str(source), *flags, "-o", str(program)], check=True)
+    said = subprocess.run([str(program)], capture_output=True, text=True, check=True).stdout
+    refused = "launch of the XPU kernel recurrent: the runtime says 714"
+    assert said.splitlines() == [refused, "ok", "ok"]
+
+
 @pytest.fixture(scope="module")
 def build_xpu():
     spec = importlib.util.spec_from_file_location("build_xpu", ROOT / "build_xpu.py")
