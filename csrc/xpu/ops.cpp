@@ -199,7 +199,7 @@ Tensor run_decode(const char* op, const DecodeTensors& given, int64_t num_k_head
     if (r.window.fill)
       recurrent_window(r, stream);
     else
-      recurrent(r, stream);
+      recurrent(r, stream, /*guarded=*/true);
     gated_rms_norm(n, stream, /*quiet=*/true);
   });
   pool.put_back();

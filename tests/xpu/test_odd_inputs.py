@@ -256,6 +256,27 @@ def test_layer(device, g, shape, act, state):
         agree(device, ops.decode_lowrank, *head, *win, *tail, dtype=act)
 
 
+def test_drafts_without_a_row_of_the_convolution_are_padding(device, g):
+    """Column 0 names no row: the row of the accepted column is neither read nor written."""
+    H, HV, K, V = 1, 2, 64, 64
+    C = 2 * H * K + HV * V
+    projected = torch.randn(1, 3, C + HV * V + 2 * HV, generator=g)
+    weight, gates = torch.randn(C, 4, generator=g), torch.zeros(HV)
+    state = torch.randn(6, HV, V, K, generator=g)
+    state[5] = float("nan")
+    conv = torch.randn(6, C, 4, generator=g).to(device)
+    pool = state.to(device)
+    rest = [torch.tensor([[2, 3], [-1, 5]]), None, torch.tensor([0, 1, 3]), torch.tensor([1, 2])]
+    rest = [x if x is None else x.to(device) for x in rest]
+    head = [x.to(device) for x in (projected, weight)]
+    more = [x.to(device) for x in (gates, gates, torch.ones(V))]
+    y = ops.decode(*head, None, *more, conv, pool, H, K, *rest, None, True, 1e-6, "silu", True)
+    y = y.cpu()
+    assert y[0, 0].isfinite().all() and y[0, 0].any() and not y[0, 1:].any()
+    others = [0, 1, 3, 4]
+    assert torch.equal(pool.cpu()[others], state[others]) and pool.cpu()[5].isnan().all()
+
+
 def test_tokens_of_a_layer_at_any_stride(device, g):
     """A layer of several launches reads the gate of its norm out of the packed projection."""
     B, T, H, HV, K, V = 2, 3, 1, 2, 32, 32

@@ -53,7 +53,7 @@ struct RecurrentParams {
   int32_t H, HV, K, V;
   int32_t raw_gates, l2norm;
   float scale;
-  int32_t pad;
+  int32_t guarded;  // with S > 0: a sequence whose first column is no row is padding
 };
 static_assert(sizeof(RecurrentParams) <= kArgumentBytes, "launch arguments");
 

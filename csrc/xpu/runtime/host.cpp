@@ -176,9 +176,10 @@ RecurrentParams recurrent_params(const RecurrentArgs& a) {
 
 void check_recurrent(const RecurrentArgs& a) { recurrent_params(a); }
 
-void recurrent(const RecurrentArgs& a, void* stream) {
+void recurrent(const RecurrentArgs& a, void* stream, bool guarded) {
   if (a.seqs.N == 0 || a.seqs.T == 0) return;
-  const RecurrentParams p = recurrent_params(a);
+  RecurrentParams p = recurrent_params(a);
+  p.guarded = guarded;
   bool one_token = a.seqs.T == 1 && !a.seqs.cu_seqlens.ptr && a.seqs.S == 0;
   if (one_token)
     launch_recurrent(p, static_cast<int>(a.state.dtype), stream);

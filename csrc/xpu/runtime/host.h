@@ -25,7 +25,9 @@ struct Cut {
 };
 Cut cut_rows(int64_t heads, int64_t V);
 
-void recurrent(const RecurrentArgs& a, void* stream);
+// `guarded`: with rows of several columns, a sequence whose first is no row is padding, as it is
+// for the convolution of a fused step.
+void recurrent(const RecurrentArgs& a, void* stream, bool guarded = false);
 // Both forms of the window decode: with a base (a.state.ptr) or without.
 void recurrent_window(const RecurrentArgs& a, void* stream);
 void window_flush(const RecurrentArgs& a, void* stream);
