@@ -12,10 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
-import os
 import platform
-import queue
 import random
 import sys
 import time
@@ -25,6 +22,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 import torch
+from jobs import Jobs, save
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
@@ -52,14 +50,14 @@ def run(seed: int, steps: int) -> dict:
     return result
 
 
-def work(seeds, steps: int, results, stop) -> None:
-    """A process: lives until told to stop. Says which one it begins, should it not come back."""
+def work(j: int, stop, results, args: argparse.Namespace) -> None:
+    """A process: lives until told to stop."""
     with torch.no_grad():
-        for seed in seeds:
+        for seed in range(args.seed + j, sys.maxsize, args.jobs):
             if stop.is_set():
                 return
             results.put({"begins": seed})
-            results.put(run(seed, steps))
+            results.put(run(seed, args.life))
 
 
 def main() -> int:
@@ -91,52 +89,24 @@ def main() -> int:
     }
     start = time.monotonic()
 
-    def save() -> None:
+    def keep() -> None:
         report["seconds"] = round(time.monotonic() - start, 1)
         report["steps per second"] = round(report["total"] / report["seconds"], 1)
-        if args.json:
-            part = args.json.with_name(f".{args.json.name}.part")  # cut short, it is no JSON
-            part.write_text(json.dumps(report, indent=2, sort_keys=True) + "\n")
-            part.replace(args.json)
+        save(args.json, report)
 
     def fail(seed: int, level: str, error: str) -> None:
         report["failures"].append({"seed": seed, "level": level, "error": error})
         progress.print(f"seed {seed}, {level}:\n{error}")
 
-    # Lives on two threads shall wait asleep: the cores are for other processes.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    context = multiprocessing.get_context("spawn")  # a process reads its level when it loads ours
-    stop = context.Event()
-    workers = []
-    for j in range(args.jobs):
-        level = args.levels[j % len(args.levels)] if args.levels else ""
-        if level:
-            os.environ["GDN_CPU_ISA"] = level
-        results = context.Queue()
-        seeds = range(args.seed + j, sys.maxsize, args.jobs)
-        worker = context.Process(target=work, args=(seeds, args.life, results, stop), daemon=True)
-        worker.start()
-        workers.append([worker, results, level or "best", None])
-
+    jobs = Jobs(work, args.jobs, args.levels, args)
     columns = (TextColumn("soak"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, refresh_per_second=1) as progress:
         bar = progress.add_task("soak", total=args.steps)
         saved = start
-        while workers:
-            for entry in list(workers):
-                worker, results, level, begun = entry
-                alive = worker.is_alive()  # asked before the queue, which it may still fill
-                try:
-                    result = results.get(timeout=0.02)
-                except queue.Empty:
-                    if not alive:
-                        workers.remove(entry)
-                        if worker.exitcode:
-                            fail(begun, level, f"the process ended with {worker.exitcode}")
-                    continue
-                if "begins" in result:
-                    entry[3] = result["begins"]
-                    continue
+        for level, result in jobs:
+            if result and "died" in result:
+                fail(result["begins"], level, f"the process ended with {result['died']}")
+            elif result:
                 taken = sum(result["steps"].values())
                 report["lives"] += 1
                 report["total"] += taken
@@ -151,11 +121,11 @@ def main() -> int:
                 progress.update(bar, completed=report["total"])
             now = time.monotonic()
             if report["total"] >= args.steps or now - start >= args.seconds:
-                stop.set()
+                jobs.stop.set()
             if now - saved > 5:
-                save()
+                keep()
                 saved = now
-    save()
+    keep()
     print(json.dumps(report, indent=2, sort_keys=True))
     print(
         f"{report['total']} steps in {report['lives']} lives, {report['calls']} calls checked, "

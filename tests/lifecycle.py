@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
-from common import ACTIVATIONS, make_layer
+from common import ACTIVATIONS, bits, make_layer
 from torch import Tensor
 
 import gdn_ops
@@ -99,11 +99,6 @@ class Pools:
         state = None if self.state is None else same(self.state)
         window = None if self.window is None else windows.Window(*map(same, self.window))
         return Pools(same(self.conv), state, window)
-
-
-def bits(x: Tensor) -> Tensor:
-    """For comparisons in which NaN equals itself."""
-    return x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.element_size()])
 
 
 class Lifecycle:
