@@ -687,6 +687,18 @@ def test_a_packed_sequence_longer_than_its_window_is_padding(K):
     assert win[0][1].isnan().all() and win[1][1].isnan().all() and win[2][1].isnan().all()
 
 
+def test_a_length_beyond_the_tokens_is_cut():
+    """The last sequence has three tokens and says six: only the device knows."""
+    K, R, args = 128, 8, gpu(*inputs(1, 8, 1, 3, 128, 128, torch.bfloat16))
+    results = []
+    for end in (8, 11):
+        win = window(2, 1, 3, R, K, K, torch.bfloat16, torch.bfloat16)
+        o = ops.recurrent_lowrank(*args, *win, cu_seqlens=torch.tensor([0, 5, end], device="cuda"))
+        results.append((o, win[3], *[x[row, :, : 5 - 2 * row] for x in win[:3] for row in (0, 1)]))
+    assert results[0][1].tolist() == [5 + 256 * 4, 3 + 256 * 2]
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 @pytest.mark.parametrize("op", ["recurrent", "transposed", "buffered", "lowrank", "lowrank heads"])
 @pytest.mark.parametrize("state_dtype", DTYPES)
 def test_drift_over_2000_steps(state_dtype, op):
@@ -894,6 +906,24 @@ def test_short_conv_speculative():
     )  # fmt: skip
     close("y", y, want, torch.float32)
     assert torch.equal(device.cpu(), want_state.float())
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("T", [1, 3])
+def test_more_accepted_drafts_than_a_history_holds(T, channels_last):
+    """Only the device knows the count: it means the last columns, and none behind them is read."""
+    r = torch.Generator().manual_seed(7)
+    x, weight = torch.randn(2, T, 64, generator=r), torch.randn(64, 4, generator=r)
+    start = torch.randn(2, 64, 6, generator=r)
+    results = []
+    for count in (4, 5, 2**31 - 1, 2**62):
+        state = start.cuda()
+        if channels_last:
+            state = state.transpose(1, 2).contiguous().transpose(1, 2)
+        accepted = torch.tensor([count, 2], device="cuda")
+        y = ops.short_conv(*gpu(x, weight), None, state, num_accepted=accepted, conv_leading=True)
+        results.append(torch.cat([y.mT, state], 2))
+    assert all(torch.equal(results[0], other) for other in results[1:])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -17,9 +17,13 @@ struct ConvTarget {
   }
 };
 
-// First live column of the history: the newest W - 1 (trailing) or those that num_accepted names.
+// First live column of the history: of the newest W - 1 (trailing) or of those that num_accepted
+// names, which the host checks where it can know. A count that a row cannot hold means its last.
 __device__ __forceinline__ int64_t history_column(const ConvArgs& a, const Sequence& s) {
-  return a.state.leading ? (a.seqs.num_accepted.ptr ? s.accepted - 1 : 0) : a.state.L - (a.W - 1);
+  const int64_t last = a.state.L - (a.W - 1);
+  if (!a.state.leading) return last;
+  if (!a.seqs.num_accepted.ptr) return 0;
+  return s.accepted - 1 < last ? s.accepted - 1 : last;
 }
 
 // Packed sequences in pieces of 1 << cut tokens. The number of a piece is its place among those of
