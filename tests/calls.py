@@ -70,6 +70,7 @@ class Expected:
     column: int | None = None  # in chunks: the dimension that runs down a column of V
     exact: bool = False
     part: Callable[[Tensor], Tensor] = lambda x: x
+    worst: str = ""  # after error(): where it is
 
     def error(self, got: Tensor, call: Call, on_device: bool) -> float:
         """Largest error over its limit; infinite where there is a NaN too many or too few."""
@@ -85,7 +86,7 @@ class Expected:
         factor, via, column = self.factor, self.via, 0.0
         if on_device and self.column is not None and call.act != torch.float32:
             # Factors of 16 bits, which have one scale a column.
-            via = (*via, call.act)
+            via, factor = (*via, call.act), max(factor, ROUNDED_FACTOR)
             largest = want.abs().amax(self.column, keepdim=True)
             column = 2 * torch.finfo(call.act).eps * largest
         if on_device and call.op.startswith("decode"):
@@ -95,12 +96,17 @@ class Expected:
         coarse = max(via, key=lambda d: TOLERANCE[d], default=torch.float32)
         if coarse != torch.float32:
             rtol, atol = rtol + TOLERANCE[coarse][0], atol + TOLERANCE[coarse][1]
-        size = max(float(want.square().mean().sqrt()), self.least)
+        # Errors are relative to the size of the tensor, and to that of a row if it is larger.
+        of_rows = want.square().mean(-1, keepdim=True).sqrt()
+        size = of_rows.clamp(min=max(float(want.square().mean().sqrt()), self.least))
         limit = factor * (rtol * want.abs() + atol * size * self.slack) + column
         limit += 2.0**-24 if torch.float16 in (got.dtype, *via) else 1e-37
-        error = (got.double() - want).abs() / limit
-        worst = float(torch.where(got.double() == want, 0.0, error).max())
-        return worst if worst == worst else math.inf
+        error = torch.where(got.double() == want, 0.0, (got.double() - want).abs() / limit)
+        at = tuple(int(i) for i in torch.unravel_index(error.argmax(), error.shape))
+        self.worst = (
+            f"{float(got[at])} at {at}, expected {float(want[at])} +- {float(limit[at]):.3g}"
+        )
+        return math.inf if bool(error.isnan().any()) else float(error[at])
 
 
 class Call:
@@ -206,8 +212,9 @@ class Call:
             self.fresh = [self.chance(0.3) for _ in range(N)]
             self.put("has_initial_state", ~torch.tensor(self.fresh, dtype=torch.bool))
 
-    def draw_rows(self, columns: int = 0, padding: float = 0.2) -> list[list[int]]:
-        """``state_indices``, ``[N]`` or ``[N, columns]``, padding among them; the rows of each."""
+    def draw_rows(self, columns: int = 0, padding: float = 0.2, first=False) -> list[list[int]]:
+        """``state_indices``, ``[N]`` or ``[N, columns]``, padding among them; the rows of each.
+        ``first``: where column 0 is padding, all are."""
         if not columns and self.chance(0.15):
             self.P = self.N + self.rng.randint(0, 2)
             return [[n] for n in range(self.N)]
@@ -215,6 +222,9 @@ class Call:
         self.P = self.N * width + self.rng.randint(1, 4)
         rows = self.rng.sample(range(self.P), self.N * width)
         rows = [-self.pick(1, 2, 9) if self.chance(padding) else row for row in rows]
+        if first:
+            firsts = [rows[i - i % width] for i in range(len(rows))]
+            rows = [row if f >= 0 else f for row, f in zip(rows, firsts, strict=True)]
         self.integers("state_indices", rows, self.N, *([columns] if columns else []))
         return [rows[n * width : (n + 1) * width] for n in range(self.N)]
 
@@ -272,8 +282,11 @@ class Call:
             if self.chance(0.2):
                 self.some_of(g, 6, 0.0, -math.inf, -316.0, math.log(1e-12), -1e-5)
             beta = self.rand(*shape)
+            # Beyond 1 a state that drops its oldest updates grows, and errors with it.
             if self.chance(0.4):
                 self.some_of(beta, *self.pick((1, 0.0), (1, 1.0), (1, 2.0), (3, 0.0, 1.0, 2.0)))
+            if self.op.endswith("lowrank"):
+                beta = beta.clamp(max=1)
             mild = bool((beta <= 1).all())
             for name, x in (("g", g), ("beta", beta)):
                 self.put_tokens(name, x, self.pick(torch.float32, self.act, self.dtype()))
@@ -299,12 +312,15 @@ class Call:
         k, u = 0.98 * unit(self.randn(P, self.H, R, self.K)), self.randn(P, self.HV, R, self.V)
         g, fill = -self.rand(P, self.HV, R), torch.zeros(P, dtype=torch.int32)
         self.some_of(g, 12, -math.inf, 0.0, -316.0)
-        stale = self.pick(0, 0, -1, 2**31 - 1, 12345678)
+        # Counts of fresh rows are those of whoever had the row before, of others not even that.
+        stale, begun = self.pick(0, 12345678, 2**24 - 1), {row for row in self.rows if row >= 0}
         for row in range(P):
             count = self.pick(0, R, self.rng.randint(0, R)) if row in read else 0
             head = 0 if base else self.pick(0, self.rng.randrange(R))
             drafts = self.rng.randint(0, max(count - 1, 0))
-            fill[row] = count | drafts << 8 | head << 16 if row in read else stale
+            fill[row] = stale if row in begun else self.pick(0, -1, 2**31 - 1)
+            if row in read:
+                fill[row] = count | drafts << 8 | head << 16
             for slot in set(range(R)).difference((head + i) % R for i in range(count)):
                 k[row, :, slot] = u[row, :, slot] = g[row, :, slot] = math.nan
         for name, x in (("win_k", k.to(self.dtype())), ("win_u", u.to(self.dtype()))):
@@ -396,7 +412,7 @@ class Call:
         for e in self.expected:
             got = out[e.what] if isinstance(e.what, int) else after[e.what]
             error = e.error(got, self, device is not None)
-            assert error <= 1, f"{e.what} ({got.dtype}): {error:.3g} of its limit"
+            assert error <= 1, f"{e.what} ({got.dtype}): {error:.3g} of its limit\n{e.worst}"
             worst = max(worst, error)
         pools = [(name, after[name], after_again[name]) for name in self.written]
         for name, x, y in [*pools, *zip(range(ALL), out, out_again, strict=False)]:
@@ -454,9 +470,10 @@ def window_pool(c: Call) -> None:
     c.R = c.pick(*RINGS)
     c.sizes(1)
     c.N = c.B
-    rows = {own[0] for own in c.draw_rows() if own[0] >= 0}
+    c.rows = [own[0] for own in c.draw_rows()]
     if "state_indices" not in c.args:
-        rows = set(range(c.P))
+        c.rows = list(range(c.P))
+    rows = {row for row in c.rows if row >= 0}
     c.window(rows)
     if c.op == "window_reset":
         c.args = {n: x for n, x in c.args.items() if n in ("win_fill", "state_indices")}
@@ -470,9 +487,10 @@ def window_pool(c: Call) -> None:
 
 def chunk_sequences(c: Call, begin: bool = True) -> None:
     c.sizes(c.pick(*LENGTHS))
-    c.B = min(c.B, 3)
+    c.B, c.factor = min(c.B, 3), 2.0
     if c.H == 1 and c.chance(0.05):  # so long that a device cuts it into segments
         c.B, c.T, c.HV = 1, c.rng.randint(1000, 3000), c.pick(1, 2)
+        c.factor = 2 + c.T / 50  # a decay near 1 is off by a rounding, each time
     c.sequences(begin)
     c.args["chunk_size"] = c.pick(64, 64, 64, 16, 17, 31, 32, 33, 63, 65, 100, 127, 128)
 
@@ -483,8 +501,8 @@ def chunk(c: Call) -> None:
     if c.chance(0.6):
         c.put("initial_state", 0.5 * c.randn(c.N, c.HV, c.V, c.K), (2, 3))
     o, final = c.oracle()
-    c.expect(0, o, factor=2, column=1)
-    c.expect(1, final, factor=2, column=-1)
+    c.expect(0, o, factor=c.factor, column=1)
+    c.expect(1, final, factor=c.factor, column=-1)
 
 
 def chunk_prefill(c: Call) -> None:
@@ -516,8 +534,8 @@ def chunk_prefill(c: Call) -> None:
     c.tokens()
     c.state(c.read_rows())
     o, state = c.oracle()
-    c.expect(0, o, factor=2, column=1)
-    c.expect_rows("state", state, written, factor=2, column=-1)
+    c.expect(0, o, factor=c.factor, column=1)
+    c.expect_rows("state", state, written, factor=c.factor, column=-1)
 
 
 def chunk_lowrank(c: Call) -> None:
@@ -526,8 +544,8 @@ def chunk_lowrank(c: Call) -> None:
     via = c.window_rows(speculative=False)
     c.tokens()
     o, *window = c.oracle()
-    c.expect(0, o, via=via, factor=3, column=1)
-    c.expect_window(window, via)
+    c.expect(0, o, via=via, factor=2 * c.factor, column=1)
+    c.expect_window(window, via, factor=2 * c.factor)
 
 
 def weights(c: Call, C: int, prefix: str = "") -> None:
@@ -662,7 +680,7 @@ def decode(c: Call) -> None:
         if "num_accepted" in c.args:
             accepted = c.args["num_accepted"][: c.N].tolist()
     elif c.chance(0.3):
-        table = c.draw_rows(c.columns, padding=0.1)
+        table = c.draw_rows(c.columns, padding=0.1, first=True)
         if c.chance(0.6):  # of columns that are no padding
             held = [[a for a, row in enumerate(own, 1) if row >= 0] for own in table]
             accepted = c.draw_accepted(lambda n: c.pick(0, 1 if 1 in held[n] else 0, *held[n]))
@@ -688,7 +706,7 @@ def decode(c: Call) -> None:
     if not l2norm:  # keys must not grow longer than 1
         for name in ("conv_weight", "conv_bias"):
             if c.args[name] is not None:
-                c.args[name].mul_(0.3 / c.K**0.5)
+                c.args[name][: 2 * c.H * c.K].mul_(c.K**-0.5)
     c.args |= dict(num_k_heads=c.H, head_k_dim=c.K, qk_l2norm=l2norm, eps=c.pick(1e-6, 1e-5))
     c.args["activation"] = c.pick("silu", "silu", "none") if l2norm else "silu"
     norm = mock.patch.object(reference, "gated_rms_norm", wraps=reference.gated_rms_norm)
