@@ -358,9 +358,11 @@ __global__ void __launch_bounds__(128, sizeof(T) == 2 ? 10 : 8)
   T* const state = static_cast<T*>(a.state.ptr) + far(static_cast<int>(s.row), a.state.s_p) + c;
   const bool appended = a.state.leading && a.seqs.num_accepted.ptr;
   const int L = static_cast<int>(a.state.L), held = a.state.leading ? W - 1 : L;
-  const int column = !a.state.leading ? L - (W - 1)
-                     : appended       ? static_cast<int>(s.accepted) - 1
-                                      : 0;
+  const int newest = L - (W - 1);  // as history_column
+  const int column = !a.state.leading       ? newest
+                     : !appended            ? 0
+                     : s.accepted <= newest ? static_cast<int>(s.accepted) - 1
+                                            : newest;
   const int s_l = static_cast<int>(a.state.s_l);
   const T* from = state + column * s_l;
 #pragma unroll
