@@ -67,6 +67,7 @@ class Expected:
     via: tuple[torch.dtype, ...] = ()  # what was rounded to on the way, beside the tensor's dtype
     least: float = 0.0  # the size that absolute errors are relative to, at least
     slack: Tensor | float = 1.0  # of the absolute part, by element
+    handed: Tensor | float = 0.0  # what 16-bit activations between launches change, on a device
     column: int | None = None  # in chunks: the dimension that runs down a column of V
     exact: bool = False
     part: Callable[[Tensor], Tensor] = lambda x: x
@@ -83,15 +84,16 @@ class Expected:
             return 0.0 if bool((same | got.isnan() & want.isnan()).all()) else math.inf
         # Below 1e-37 float32 has no digits.
         got, want = (torch.where(x.abs() < 1e-37, 0, x) for x in (got, want))
-        factor, via, column = self.factor, self.via, 0.0
+        factor, via, more = self.factor, self.via, 0.0
         if on_device and self.column is not None and call.act != torch.float32:
             # Factors of 16 bits, which have one scale a column.
             via, factor = (*via, call.act), max(factor, ROUNDED_FACTOR)
             largest = want.abs().amax(self.column, keepdim=True)
-            column = 2 * torch.finfo(call.act).eps * largest
+            more = 2 * torch.finfo(call.act).eps * largest
         if on_device and call.op.startswith("decode"):
             # Launches hand each other 16-bit activations.
             via, factor = (*via, call.act), max(factor, ROUNDED_FACTOR**2)
+            more = 4 * self.handed
         rtol, atol = TOLERANCE[got.dtype]
         coarse = max(via, key=lambda d: TOLERANCE[d], default=torch.float32)
         if coarse != torch.float32:
@@ -99,7 +101,7 @@ class Expected:
         # Errors are relative to the size of the tensor, and to that of a row if it is larger.
         of_rows = want.square().mean(-1, keepdim=True).sqrt()
         size = of_rows.clamp(min=max(float(want.square().mean().sqrt()), self.least))
-        limit = factor * (rtol * want.abs() + atol * size * self.slack) + column
+        limit = factor * (rtol * want.abs() + atol * size * self.slack) + more
         limit += 2.0**-24 if torch.float16 in (got.dtype, *via) else 1e-37
         error = torch.where(got.double() == want, 0.0, (got.double() - want).abs() / limit)
         at = tuple(int(i) for i in torch.unravel_index(error.argmax(), error.shape))
@@ -719,7 +721,17 @@ def decode(c: Call) -> None:
     o = normed.call_args.args[0].nan_to_num().square().mean(-1, keepdim=True).sqrt()
     slack = (o.square().mean().sqrt() / o.clamp(min=1e-30)).clamp(min=1)
     slack = slack.expand(*o.shape[:-1], c.V).flatten(-2)
-    c.expect(0, y, via=(c.act, *via) if window else (), factor=12, slack=slack)
+    # More than that where k . q cancels, so that eps keeps the norm from hiding it.
+    front = reference._decode_front
+
+    def rounded(*args):
+        (q, k, v, *gates), *rest = front(*args)
+        return ([x.to(c.act) for x in (q, k, v)] + gates, *rest)
+
+    with mock.patch.object(reference, "_decode_front", rounded):
+        handed = (c.oracle()[0] - y).abs().nan_to_num().unflatten(-1, o.shape[-2:-1] + (c.V,))
+    handed = handed.amax(-1, keepdim=True).expand_as(handed).flatten(-2)
+    c.expect(0, y, via=(c.act, *via) if window else (), factor=12, slack=slack, handed=handed)
     expect_histories(c, pool)
     if window:
         c.expect_window(states[-1], via, factor=12)
