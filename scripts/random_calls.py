@@ -9,7 +9,6 @@ process down, is printed with the command that repeats it.
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import sys
 import time
@@ -125,7 +124,8 @@ def main() -> int:
             report["reasons"][result["refused"]] += 1
             continue
         report["calls"][op] += 1
-        report["levels"][result["level"]] += 1
+        if args.device == "cpu":
+            report["levels"][result["level"]] += 1
         if "error" in result:
             fail(op, result["seed"], result["level"], result["error"])
         else:
@@ -138,8 +138,9 @@ def main() -> int:
         print(f"{op:<20} {report['calls'][op]:>8} {report['refused'][op]:>8} {worst:>28.2f}")
     for reason, count in report["reasons"].most_common(12):
         print(f"refused {count} times: {reason}")
+    levels = "".join(f", {level} {count}" for level, count in report["levels"].items())
     print(
-        f"{report['calls'].total()} calls on {args.device} ({json.dumps(report['levels'])}), "
+        f"{report['calls'].total()} calls on {args.device}{levels}, "
         f"{len(report['failures'])} failures; {report['seconds']} s in {args.jobs} processes"
     )
     return 1 if report["failures"] else 0

@@ -2,6 +2,7 @@
 scripts/random_calls.py."""
 
 import pytest
+import test_arguments
 import torch
 from calls import OPS, Call, Refused
 
@@ -34,3 +35,7 @@ def test_on_cuda():
     for op in OPS:
         for seed in SEEDS:
             Call(op, seed).check(torch.device("cuda"))
+
+
+def test_every_op_is_drawn():
+    assert set(OPS) == set(test_arguments.OPS)
