@@ -122,6 +122,7 @@ class Call:
         self.args: dict = {}
         self.written: dict[str, Iterable[int]] = {}
         self.expected: list[Expected] = []
+        self.factor = 1.0  # of limits, where a drawing says so
         with torch.no_grad():
             OPS[op](self)
 
@@ -290,6 +291,7 @@ class Call:
             if self.op.endswith("lowrank"):
                 beta = beta.clamp(max=1)
             mild = bool((beta <= 1).all())
+            self.factor *= 1 if mild else 2  # beyond 1 the inverse of a chunk grows
             for name, x in (("g", g), ("beta", beta)):
                 self.put_tokens(name, x, self.pick(torch.float32, self.act, self.dtype()))
         self.put_tokens("q", q)
