@@ -456,7 +456,7 @@ class GatedDeltaNet(nn.Module):
                 ``state_indices`` of shape ``[N]``.
 
         Returns:
-            The shape and dtype of x.
+            The shape and dtype of x; zeros for padding whose x is finite.
 
         Raises:
             ValueError: a shape of x or state_indices is not as above, or ``states`` are those of
@@ -479,7 +479,8 @@ class GatedDeltaNet(nn.Module):
 
         ``num_accepted`` says how many tokens of the call before were right; the others are
         forgotten first. With "full" each token has a row for its state, so ``state_indices`` is
-        ``[N, S]``. A prefill takes no such count: let a call of one token precede it.
+        ``[N, S]``. A prefill takes no such count: let a call of one token precede it. Padding gives
+        zeros whatever its x holds.
 
         Arguments, result and errors are otherwise those of :meth:`prefill`; RuntimeError as
         :func:`gdn_ops.decode`.
@@ -495,7 +496,8 @@ class GatedDeltaNet(nn.Module):
 
         With ``states``: continue them (row n is sequence n), as :meth:`prefill` or :meth:`decode`
         do. Without: start from nothing and keep nothing; this form has gradients where this build
-        has a backward of every op, and asking for them elsewhere is a NotImplementedError.
+        has a backward of every op, and asking for them elsewhere is a NotImplementedError. What
+        gradients are asked for is the exact rule in every state mode, "lowrank" too.
 
         Returns:
             The shape and dtype of x.
