@@ -6,7 +6,7 @@ try:
     from gdn_ops import _native
 
     _native.load()
-except ImportError as error:
+except (ImportError, KeyboardInterrupt) as error:  # torch takes seconds to import
     from gdn_ops.cli import _unloaded
 
     _unloaded.end_command(error)

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -100,6 +101,18 @@ def test_the_command_without_a_library_says_it_in_words(tmp_path, change, starte
     done = run_copy(tmp_path, change, *started, "verify")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("gdn-ops: gdn_ops: the native library")
+
+
+@pytest.mark.parametrize("started", ["-m gdn_ops doctor", "gdn-ops verify", "-c 'import gdn_ops'"])
+def test_an_interrupt_while_torch_is_imported(tmp_path, started):
+    """The first seconds of every command; a program of one's own gets what it expects."""
+    (tmp_path / "gdn-ops").write_text("from gdn_ops.cli import main\nmain()\n")
+    (tmp_path / "torch.py").write_text("raise KeyboardInterrupt\n")
+    done = run_copy(tmp_path, lambda copy: None, *shlex.split(started))
+    if "-c" in started:
+        assert done.returncode < 0 and "KeyboardInterrupt" in done.stderr
+    else:
+        assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
 
 
 def test_an_import_without_a_library_ends_no_process(tmp_path):

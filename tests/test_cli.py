@@ -106,6 +106,9 @@ def refused(capsys, *args: str) -> str:
         ("explore --layers 5 --of 4", "at most --of 4"),
         ("explore --batch 4,0", "expected at least 1"),
         ("explore --ranks 0", "at least 1"),
+        ("explore --quick --batch 99999999999999999999", "at most 2147483647"),
+        ("bench recurrent --heads 1/99999999999999999999", "at most 2147483647"),
+        ("demo --hidden 99999999999999999999", "at most 2147483647"),
         ("explore --goal 0", "above 0"),
         ("explore --bandwidth inf", "above 0"),
     ],
@@ -207,6 +210,9 @@ def test_too_little_memory_is_said_in_a_line(capsys, monkeypatch):
     from gdn_ops.bench import recurrent
 
     monkeypatch.setattr(recurrent, "run", lambda options: torch.empty(2**62, dtype=torch.int8))
+    assert main(["bench", "recurrent"]) == 2
+    assert "gdn-ops bench: not enough memory: " in capsys.readouterr().err
+    monkeypatch.setattr(recurrent, "run", lambda options: torch.empty(2**31, 2**31, 2**31))
     assert main(["bench", "recurrent"]) == 2
     assert "gdn-ops bench: not enough memory: " in capsys.readouterr().err
 

@@ -123,7 +123,7 @@ def _main(argv: list[str] | None) -> int:
         return 2
     except (MemoryError, RuntimeError) as error:
         # torch has no error of its own for the host's memory.
-        said = ("t allocate memory", "out of memory")
+        said = ("t allocate memory", "out of memory", "size calculation overflowed")
         if not isinstance(error, MemoryError) and not any(s in str(error) for s in said):
             raise
         say_why(f"gdn-ops {args.command}: not enough memory: {str(error).partition(chr(10))[0]}")

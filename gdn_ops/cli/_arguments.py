@@ -18,17 +18,19 @@ from gdn_ops import xpu_twin
 from gdn_ops.bench._timing import DTYPES
 from gdn_ops.cli._output import UsageError
 
+LARGEST = 2**31 - 1  # of sizes: torch has no words for one that needs more than 64 bits
 
-def whole(least: int, most: int | None = None) -> Callable[[str], int]:
+
+def whole(least: int, most: int = LARGEST) -> Callable[[str], int]:
     """A whole number in a range."""
-    wanted = f"a whole number of at least {least}" + (f", at most {most}" if most else "")
+    wanted = f"a whole number of at least {least}, at most {most}"
 
     def read(text: str) -> int:
         try:
             value = int(text)
         except ValueError:
             value = None
-        if value is None or value < least or (most is not None and value > most):
+        if value is None or not least <= value <= most:
             raise argparse.ArgumentTypeError(f"expected {wanted}, got {text!r}")
         return value
 
@@ -99,9 +101,12 @@ def items(text: str | None, what: str, convert: Callable[[str], Any]) -> tuple:
 
 def number(text: str) -> int:
     try:
-        return int(text)
+        value = int(text)
     except ValueError:
         raise ValueError(f"expected whole numbers, got {text!r}") from None
+    if value > LARGEST:
+        raise ValueError(f"expected at most {LARGEST}, got {text}")
+    return value
 
 
 def batch(text: str) -> int:

@@ -1,4 +1,4 @@
-"""What the command says where the package cannot be imported: words instead of a traceback.
+"""What the command says where the package is not imported: words instead of a traceback.
 
 ``gdn_ops/__init__.py`` calls it, so nothing of the package is there yet, and torch or rich may be
 what is missing.
@@ -47,13 +47,17 @@ def _state() -> dict[str, dict]:
     }
 
 
-def end_command(error: ImportError) -> None:
+def end_command(error: ImportError | KeyboardInterrupt) -> None:
     """Ends the process with a status if it is the command; otherwise nothing.
 
-    `doctor` reports the problem, with status 1; others cannot do what was asked, status 2.
+    `doctor` reports the problem, with status 1; others cannot do what was asked, status 2. An
+    interrupt is 130, as later.
     """
     if not is_command():
         return
+    if isinstance(error, KeyboardInterrupt):
+        say_why("interrupted")
+        raise SystemExit(130)
     problem = str(error)
     if error.name == "torch":
         problem = "torch is missing: pip install 'torch>=2.5.1'"
