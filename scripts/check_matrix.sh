@@ -15,7 +15,7 @@ dir="${MATRIX_DIR:-$(mktemp -d)}"
 mkdir -p "$dir" && dir="$(cd "$dir" && pwd)"
 export GDN_BACKEND=none MAX_JOBS="${MAX_JOBS:-2}"
 suites=(${SUITES:-recurrent gates norm conv causal_conv1d linear decode windows chunk fla nn opcheck
-  arguments reports layering build precision memory vllm_compat sglang_compat paged plugin
+  arguments random_calls reports layering build precision memory vllm_compat sglang_compat paged plugin
   state_machine compile isa})
 commit="$(git rev-parse HEAD)"
 failed=0

@@ -23,7 +23,6 @@ LARGEST = 2**31 - 1  # of sizes: torch has no words for one that needs more than
 
 def whole(least: int, most: int = LARGEST) -> Callable[[str], int]:
     """A whole number in a range."""
-    wanted = f"a whole number of at least {least}, at most {most}"
 
     def read(text: str) -> int:
         try:
@@ -31,6 +30,9 @@ def whole(least: int, most: int = LARGEST) -> Callable[[str], int]:
         except ValueError:
             value = None
         if value is None or not least <= value <= most:
+            wanted = f"a whole number of at least {least}"
+            if most < LARGEST or (value is not None and value > most):
+                wanted += f", at most {most}"
             raise argparse.ArgumentTypeError(f"expected {wanted}, got {text!r}")
         return value
 
