@@ -32,10 +32,11 @@ def _state() -> dict[str, dict]:
         from gdn_ops._build_info import TORCH_VERSION as built_for
     except ImportError:
         built_for = None
-    try:
-        torch = importlib.metadata.version("torch")
-    except importlib.metadata.PackageNotFoundError:
-        torch = None
+    # Some builds have their "+cu124" in torch itself only, which may be what did not load.
+    torch = getattr(sys.modules.get("torch"), "__version__", None)
+    if torch is None:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            torch = importlib.metadata.version("torch")
     library = next(iter(sorted(package.glob("_C*.so"))), None)
     return {
         "machine": {
