@@ -480,6 +480,32 @@ def test_prefill_rows(dtype, transposed):
     assert torch.equal(pool[7], before[3])
 
 
+@pytest.mark.parametrize("shift", [0, 1])
+@pytest.mark.parametrize("K, V", [(128, 128), (64, 96)])
+@pytest.mark.parametrize("dtype", ACTIVATIONS)
+@pytest.mark.parametrize("act", ACTIVATIONS)
+def test_large_calls_equal_their_sequences(act, dtype, K, V, shift):
+    """More outputs and states than caches hold, which some levels store past them; one element
+    further, where no row begins a line."""
+    N, T, HV = 96, 70, 4
+    args = make_qkv(1, N * T, 2, HV, K, V, dtype=act)
+    storage = make_pool(N + 1, HV, V, K, dtype=dtype).flatten()
+    pool = storage[shift : shift + N * HV * V * K].view(N, HV, V, K)
+    before, rest = pool.clone(), storage[shift + pool.numel() :].clone()
+    rows = torch.arange(N)
+    o = gdn_ops.chunk_prefill(*args, pool, rows, rows, cu_seqlens=offsets([T] * N))
+    assert o.nbytes > 4 << 20 and pool.nbytes > 4 << 20
+    assert torch.equal(storage[shift + pool.numel() :], rest)
+    for n in range(N):
+        alone = before[n : n + 1].clone()
+        part = [x[:, n * T : (n + 1) * T] for x in args]
+        o_n = gdn_ops.chunk_prefill(*part, alone, rows[:1], rows[:1])
+        assert torch.equal(o[:, n * T : (n + 1) * T], o_n) and torch.equal(pool[n], alone[0])
+    expected_o, expected = reference.chunk(*part, before[-1:].float())
+    assert_close("o", o_n, expected_o, act, SLACK)
+    assert_close("pool", alone, expected, dtype, SLACK if dtype == torch.float32 else 1.1)
+
+
 def test_snapshots_count_from_each_sequence():
     """E1 (with the smallest chunk): snapshots are after token C * (i + 1) of that sequence."""
     lengths = [18, 33]

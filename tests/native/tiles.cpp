@@ -44,6 +44,8 @@ namespace gdn::cpu::amx {
 //
 #include "../../csrc/cpu/kernels/chunk_products.h"
 //
+#include "../../csrc/cpu/kernels/strips.h"
+//
 #include "../../csrc/cpu/kernels/chunk.h"
 }  // namespace gdn::cpu::amx
 #if defined(__clang__)

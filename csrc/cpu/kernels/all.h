@@ -14,6 +14,7 @@
 #include "windows.h"
 #include "tiles.h"
 #include "chunk_products.h"
+#include "strips.h"
 #include "chunk.h"
 #include "chunk_lowrank.h"
 #include "chunk_backward.h"

@@ -68,6 +68,18 @@ static void head_matrices(const ChunkKeys& s, const ChunkHead& h, int64_t first,
   }
 }
 
+template <class T>
+static bool streams_output(const ChunkArgs& x) {
+  constexpr int64_t size = sizeof(T);
+  return streams(x.out.ptr, x.seqs.B * x.seqs.T * x.HV * x.V * size,
+                 {x.out.sb * size, x.out.st * size, x.out.sh * size});
+}
+static bool streams_states(const ChunkArgs& x) {
+  const int64_t size = size_of(x.write.dtype);
+  return streams(x.write.ptr, x.seqs.N * x.HV * x.V * x.K * size,
+                 {x.write.s_p * size, x.write.s_h * size, x.write.s_v * size});
+}
+
 // One strip of one head through tokens [first, first + n) of a chunk that starts at token t0.
 template <class T, Form form>
 static void strip_segment(const ChunkArgs& x, const ChunkKeys& s, const ChunkHead& h, int64_t b,
@@ -75,6 +87,7 @@ static void strip_segment(const ChunkArgs& x, const ChunkKeys& s, const ChunkHea
                           const float* S, bool S_is_zero, float* u) {
   const int64_t cols = x.V - column < kStrip ? x.V - column : kStrip;
   const bool direct = cols == kStrip && x.v.sd == 1;
+  [[maybe_unused]] const bool past_caches = streams_output<T>(x);
   const int64_t depth = S_is_zero ? 0 : x.K;
   using Products = ChunkProducts<T, form>;
   auto error = [&](int64_t i, int valid, auto& acc) __attribute__((always_inline)) {
@@ -131,6 +144,9 @@ static void strip_segment(const ChunkArgs& x, const ChunkKeys& s, const ChunkHea
       if (r >= valid) return;
       T* out = static_cast<T*>(x.out.ptr) + b * x.out.sb + (t0 + first + i + r) * x.out.st +
                hv * x.out.sh + column;
+#if GDN_SIMD_AMX
+      if (past_caches && cols == kStrip) return stream2(out, acc[r][0], acc[r][1]);
+#endif
       if (cols == kStrip) {
         unrolled<kTileVectors>(GDN_EACH(c) { store(out + c * kLanes, acc[r][c]); });
       } else {
@@ -141,54 +157,6 @@ static void strip_segment(const ChunkArgs& x, const ChunkKeys& s, const ChunkHea
     });
   };
   substitute(h.A, s.ld_c, n, u, error, output);
-}
-
-// Columns [column, V) of one head of a pool row into strips, and back (rounded once). `buffer`:
-// scratch for a strip the other way round, [kStrip][padded(K)].
-template <class T>
-static void load_strips(const StatePool& pool, int64_t row, int64_t h, int64_t column, int64_t V,
-                        int64_t K, float* S, float* buffer) {
-  const T* base = head_of<T>(pool, row, h);
-  for (int64_t c = column; c < V; c += kStrip, S += strip_floats(K)) {
-    const int64_t cols = V - c < kStrip ? V - c : kStrip;
-    if (cols < kStrip) std::memset(S, 0, K * kStrip * sizeof(float));
-    if (pool.s_k == 1) {
-      const int64_t ld = padded(K);
-      for (int64_t i = 0; i < cols; ++i) widen(base + (c + i) * pool.s_v, 1, K, buffer + i * ld);
-      transpose(buffer, ld, cols, K, S, kStrip);
-    } else {
-      for (int64_t i = 0; i < K; ++i) {
-        widen(base + i * pool.s_k + c * pool.s_v, pool.s_v, cols, S + i * kStrip);
-      }
-    }
-  }
-}
-template <class T>
-static void store_strips(const StatePool& pool, int64_t row, int64_t h, int64_t column, int64_t V,
-                         int64_t K, const float* S, float* buffer) {
-  T* base = head_of<T>(pool, row, h);
-  for (int64_t c = column; c < V; c += kStrip, S += strip_floats(K)) {
-    const int64_t cols = V - c < kStrip ? V - c : kStrip;
-    if (pool.s_k == 1) {
-      const int64_t ld = padded(K);
-      transpose(S, kStrip, K, cols, buffer, ld);
-      for (int64_t i = 0; i < cols; ++i) narrow(buffer + i * ld, K, base + (c + i) * pool.s_v);
-    } else {
-      for (int64_t i = 0; i < K; ++i) narrow(S + i * kStrip, cols, base + i * pool.s_k + c);
-    }
-  }
-}
-static void load_state(const StatePool& pool, int64_t row, int64_t h, int64_t column, int64_t V,
-                       int64_t K, float* S, float* buffer) {
-  with_type(pool.dtype, [&](auto* type) {
-    load_strips<std::remove_pointer_t<decltype(type)>>(pool, row, h, column, V, K, S, buffer);
-  });
-}
-static void store_state(const StatePool& pool, int64_t row, int64_t h, int64_t column, int64_t V,
-                        int64_t K, const float* S, float* buffer) {
-  with_type(pool.dtype, [&](auto* type) {
-    store_strips<std::remove_pointer_t<decltype(type)>>(pool, row, h, column, V, K, S, buffer);
-  });
 }
 
 struct ChunkScratch {
@@ -303,9 +271,11 @@ static void chunk_typed(const ChunkArgs& x, const Parallel& parallel) {
   }
   const int64_t splits = (V_strips + count - 1) / count;
   const int64_t tasks = x.seqs.N * x.H * groups * splits;
+  const bool past_caches = streams_states(x);
   int64_t next_task = 0;
   auto body = [&](int64_t, int64_t) {
     [[maybe_unused]] const ThreadTiles<kTiled<T>> tiles;
+    [[maybe_unused]] const StreamsEnd streams_end;
     ChunkScratch s;
     const int64_t state_floats = heads * count * strip_floats(x.K);
     float* base = thread_scratch(carve_chunk(nullptr, x, form, state_floats, 1, s));
@@ -345,7 +315,7 @@ static void chunk_typed(const ChunkArgs& x, const Parallel& parallel) {
         for (int64_t h = h0; h < h1; ++h) {
           float* S = s.S + (h - h0) * count * strip_floats(x.K);
           if (zero_state[h - h0]) std::memset(S, 0, mine * strip_floats(x.K) * sizeof(float));
-          store_state(x.write, row, h, column, end_column, x.K, S, s.buffer);
+          store_state(x.write, row, h, column, end_column, x.K, S, s.buffer, past_caches);
         }
       };
       for (int64_t t = seq.start, edge = 0; t < seq.end; t += x.C, ++edge) {

@@ -515,7 +515,7 @@ static int64_t chunk_backward(const ChunkBackwardArgs& a, const Parallel& parall
         if (whole) finish_keys(a, s, seq.b, t, tokens, hk, sums);
       }
       for (int64_t h = h0; h < h0 + heads; ++h) {
-        store_state(a.dstate, n, h, 0, x.V, x.K, head_work(h).dS(mine), s.chunk.buffer);
+        store_state(a.dstate, n, h, 0, x.V, x.K, head_work(h).dS(mine), s.chunk.buffer, false);
       }
     }
   };

@@ -141,6 +141,7 @@ static void chunk_lowrank_typed(const ChunkArgs& x, const Parallel& parallel) {
   int64_t next_task = 0;
   auto body = [&](int64_t, int64_t) {
     [[maybe_unused]] const ThreadTiles<kTiled<T>> tiles;
+    [[maybe_unused]] const StreamsEnd streams_end;
     LowrankScratch s;
     float* base = thread_scratch(carve_lowrank(nullptr, x, form, ratio, s));
     carve_lowrank(base, x, form, ratio, s);

@@ -18,6 +18,10 @@ constexpr int64_t kPrefetchRows = sizeof(T) == 4 ? 32 : 20;
 // Rows ahead where 32-bit rows are asked for once more: a request that finds the core's queues full
 // is dropped. 16-bit rows gained nothing by it.
 constexpr int64_t kAgainRows = 8;
+// On Intel the whole block that a thread takes next is asked for instead, evenly over the steps of
+// this one and from its four quarters in turns: their misses overlap, those in the page tables too,
+// and L2 has room for both.
+constexpr bool kAsksForNext = kIntel;
 constexpr int kRowBlock = 4;          // rows a step: 8 independent sums hide the FMA latency
 constexpr int kColumnVectors = 4;     // the same for the transposed pool
 constexpr int64_t kScratchRows = 16;  // rows held in f32 over the tokens of a call
@@ -84,10 +88,10 @@ GDN_INLINE void finish_rows(const RowSums<R>& sums, const TokenInput& x, const f
 
 // R rows of N registers each, held from the products to the rewrite: every element is loaded,
 // widened and stored once. Out-of-order execution overlaps the reduction of one block with the
-// next. `asks`: for the rows at `ahead` and `again`.
-template <int R, int N, bool asks, class T>
+// next. ask(offset) is called for every line of the rows, counted in bytes.
+template <int R, int N, class T, class Ask>
 GDN_INLINE void step_held(T* S, int64_t s_v, const TokenInput& x, const float* v, float* o,
-                          const T* ahead, const T* again) {
+                          Ask ask) {
   const float *k = x.kq->k, *q = x.kq->q;
   F s[R][N];
   constexpr int chains = N >= 8 ? 2 : 1;  // of additions, a product
@@ -105,10 +109,8 @@ GDN_INLINE void step_held(T* S, int64_t s_v, const TokenInput& x, const float* v
       second.k[r] = fma(s[r][i + 1], k1, second.k[r]);
       second.q[r] = fma(s[r][i + 1], q1, second.q[r]);
 #pragma GCC unroll 2
-      for (size_t line = 0; asks && line < 2 * kLanes * sizeof(T); line += 64) {
-        const int64_t at = (r * N + i) * kLanes * sizeof(T) + line;
-        prefetch_l2(reinterpret_cast<const char*>(ahead) + at);
-        if (sizeof(T) == 4) prefetch_l2(reinterpret_cast<const char*>(again) + at);
+      for (size_t line = 0; line < 2 * kLanes * sizeof(T); line += 64) {
+        ask((r * N + i) * kLanes * sizeof(T) + line);
       }
     }
   }
@@ -136,9 +138,9 @@ GDN_INLINE void step_held(T* S, int64_t s_v, const TokenInput& x, const float* v
 #if GDN_SIMD_AVX512BF16
 // The same with the products in bfloat16 (keys and queries rounded, sums in f32): four rows, and
 // the state is read again for the rewrite.
-template <int N>
+template <int N, class Ask>
 GDN_INLINE void step_fast(bf16_t* S, int64_t s_v, const TokenInput& x, const float* v, float* o,
-                          const bf16_t* ahead) {
+                          Ask ask) {
   RowSums<4> sums = {};
 #pragma GCC unroll 8
   for (int i = 0; i < N; i += 2) {
@@ -149,7 +151,7 @@ GDN_INLINE void step_fast(bf16_t* S, int64_t s_v, const TokenInput& x, const flo
       const __m512bh s = (__m512bh)_mm512_loadu_si512(S + r * s_v + i * kLanes);
       sums.k[r] = _mm512_dpbf16_ps(sums.k[r], s, k);
       sums.q[r] = _mm512_dpbf16_ps(sums.q[r], s, q);
-      prefetch_l2(ahead + (r * N + i) * kLanes);
+      ask((r * N + i) * kLanes * sizeof(bf16_t));
     }
   }
   F u[4];
@@ -184,30 +186,61 @@ static void step_row_range_held(T* S, int64_t s_v, int64_t n, const TokenInput& 
            : next       ? next + (from + target - end) * s_v
                         : S + (from + i) * s_v;
   };
+  // The requests of a step of `rows` rows from row i on: a quarter of them in each quarter of the
+  // next block.
+  auto of_next = [&](int64_t i, auto rows) {
+    constexpr int64_t row_bytes = N * kLanes * sizeof(T), share = rows * row_bytes / 4;
+    const int64_t at = i * row_bytes / 4, pitch = s_v * sizeof(T);
+    const char* from = reinterpret_cast<const char*>(next ? next : S);
+    from += at / row_bytes * pitch + at % row_bytes;
+    const int64_t quarter = next ? n / 4 * pitch : 0;
+    return [=](int64_t offset) __attribute__((always_inline)) {
+      if (asks) prefetch_l2(from + offset / share * quarter + offset % share);
+    };
+  };
 #if GDN_SIMD_AVX512BF16
   if constexpr (std::is_same_v<T, bf16_t>) {
     // Rows come in fours here whatever the split into tasks, so a row's path does not depend on it.
     for (; x.kq->fast && r + 4 <= n; r += 4) {
-      step_fast<N>(S + r * s_v, s_v, x, v + r, o + r, ahead_of(0, r, n, kPrefetchRows<T>));
+      if constexpr (kAsksForNext) {
+        step_fast<N>(S + r * s_v, s_v, x, v + r, o + r,
+                     of_next(r, std::integral_constant<int, 4>()));
+      } else {
+        const auto* ahead = reinterpret_cast<const char*>(ahead_of(0, r, n, kPrefetchRows<T>));
+        step_fast<N>(S + r * s_v, s_v, x, v + r, o + r,
+                     [=](int64_t at) __attribute__((always_inline)) { prefetch_l2(ahead + at); });
+      }
     }
   }
 #endif
   // Two streams of 32-bit rows took 0.87 to 0.97 of the time of one on Zen 4, of 16-bit rows 1.25.
-  constexpr int streams = sizeof(T) == 4 ? 2 : 1;
+  constexpr int streams = sizeof(T) == 4 && !kAsksForNext ? 2 : 1;
   const int64_t part = (n - r) / (streams * R) * R;
   for (int64_t i = r; i < r + part; i += R) {
 #pragma GCC unroll 2
     for (int j = 0; j < streams; ++j) {
       const int64_t at = i + j * part;
-      step_held<R, N, asks>(S + at * s_v, s_v, x, v + at, o + at,
-                            ahead_of(j * part, i, r + part, kPrefetchRows<T>),
-                            ahead_of(j * part, i, r + part, kAgainRows));
+      if constexpr (kAsksForNext) {
+        step_held<R, N>(S + at * s_v, s_v, x, v + at, o + at,
+                        of_next(at, std::integral_constant<int, R>()));
+      } else {
+        const auto* ahead =
+            reinterpret_cast<const char*>(ahead_of(j * part, i, r + part, kPrefetchRows<T>));
+        const auto* again =
+            reinterpret_cast<const char*>(ahead_of(j * part, i, r + part, kAgainRows));
+        step_held<R, N>(S + at * s_v, s_v, x, v + at, o + at,
+                        [=](int64_t at) __attribute__((always_inline)) {
+                          if (!asks) return;
+                          prefetch_l2(ahead + at);
+                          if (sizeof(T) == 4) prefetch_l2(again + at);
+                        });
+      }
     }
   }
   r += streams * part;
   for (; r < n; ++r) {
     T* row = S + r * s_v;
-    step_held<1, N, false>(row, s_v, x, v + r, o + r, row, row);
+    step_held<1, N>(row, s_v, x, v + r, o + r, [](int64_t) {});
   }
 }
 
@@ -367,6 +400,14 @@ static void step_whole_rows(T* S, int64_t K, const TokenInput& x, const float* v
   constexpr int64_t line = 64, page = 4096, rows = page / row_bytes;  // of the others
   const char* here = reinterpret_cast<const char*>(S);
   const char* after = next ? reinterpret_cast<const char*>(next) : here;  // harmless
+  // The t-th of 2 K equal shares of the next head, line by line from its quarters in turns.
+  auto ask_next = [&](int64_t t) __attribute__((always_inline)) {
+    constexpr int64_t lines = row_bytes / 128;
+    static_assert(4 % lines == 0);
+    const int64_t quarter = next ? K * row_bytes / 4 : 0, first = t * lines % 4;
+    const char* from = after + t * lines / 4 * line + first * quarter;
+    for (int i = 0; i < lines; ++i) prefetch_l2(from + i * quarter);
+  };
 
   const float *k = x.kq->k, *q = x.kq->q;
   ColumnSums<J> sums = {};
@@ -382,7 +423,9 @@ static void step_whole_rows(T* S, int64_t K, const TokenInput& x, const float* v
       sums.k[j + 1] = fma(b, kv, sums.k[j + 1]);
       sums.q[j + 1] = fma(b, qv, sums.q[j + 1]);
     }
-    if constexpr (narrow_rows) {
+    if constexpr (kAsksForNext) {
+      ask_next(i);
+    } else if constexpr (narrow_rows) {
       const int64_t to = K + i + lead;
       prefetch_lines<half>(to < 2 * K ? here + to * half : after + (to - 2 * K) * half);
     } else {
@@ -419,7 +462,9 @@ static void step_whole_rows(T* S, int64_t K, const TokenInput& x, const float* v
       load_split(row + j * kLanes, a, b);
       store_split(row + j * kLanes, fma(u[j], kv, decay * a), fma(u[j + 1], kv, decay * b));
     }
-    if constexpr (narrow_rows) {
+    if constexpr (kAsksForNext) {
+      ask_next(K + i);
+    } else if constexpr (narrow_rows) {
       prefetch_lines<half>(after + (i + lead) * half);
     } else {
       prefetch_lines<2 * line>(after + i * 2 * line);

@@ -53,12 +53,15 @@ static void split_row(const float* x, int64_t n, int64_t end, const TileRows& to
 }
 
 // A register of words whose halves are `even` and `odd`, rounded once.
-GDN_INLINE void store_pair(uint32_t* to, F even, F odd) {
+GDN_INLINE __m512i pair_of(F even, F odd) {
   typedef int16_t I16 __attribute__((vector_size(64)));
   const I16 interleaved = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
                            8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
   const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh(odd, even);
-  _mm512_storeu_si512(to, _mm512_permutexvar_epi16((__m512i)interleaved, halves));
+  return _mm512_permutexvar_epi16((__m512i)interleaved, halves);
+}
+GDN_INLINE void store_pair(uint32_t* to, F even, F odd) {
+  _mm512_storeu_si512(to, pair_of(even, odd));
 }
 
 // row(i, c), a register of kTileColumns floats from column c, for i in [first, end): as pairs of

@@ -365,6 +365,22 @@ GDN_INLINE void store2(bf16_t* p, F a, F b) {
 }
 #endif
 
+#if GDN_SIMD_AMX
+// store2 past the caches; `p` begins a line. StreamsEnd (strips.h) makes it visible.
+GDN_INLINE void stream2(float* p, F a, F b) {
+  _mm512_stream_ps(p, a);
+  _mm512_stream_ps(p + kLanes, b);
+}
+GDN_INLINE void stream2(bf16_t* p, F a, F b) {
+  _mm512_stream_si512(reinterpret_cast<__m512i*>(p), (__m512i)_mm512_cvtne2ps_pbh(b, a));
+}
+GDN_INLINE void stream2(f16_t* p, F a, F b) {
+  alignas(64) f16_t line[2 * kLanes];
+  store2(line, a, b);
+  _mm512_stream_si512(reinterpret_cast<__m512i*>(p), _mm512_load_si512(line));
+}
+#endif
+
 // Two registers at once in the order in which they are cheapest to take apart: even and odd words
 // of bfloat16 in AVX-512, where a shift and a mask widen them, and as they lie otherwise. For
 // values that are treated alike, such as the columns of a row: what goes with them is put into that
@@ -501,6 +517,13 @@ GDN_INLINE void store_lanes(T* p, F x, int n) {
   store_n(p, x, n);
 }
 
+// What is tuned to Intel's memory system goes by the level that only Intel's processors have. There
+// a request waits where the core's queues are full, instead of being dropped.
+#if GDN_SIMD_AMX
+constexpr bool kIntel = true;
+#else
+constexpr bool kIntel = false;
+#endif
 GDN_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
 // Into L2: a line asked for this early would not survive in L1.
 GDN_INLINE void prefetch_l2(const void* p) { __builtin_prefetch(p, 0, 2); }

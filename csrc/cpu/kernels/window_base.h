@@ -1,7 +1,11 @@
 // The base state under a window: its products with keys and queries, and the fold of entries into
 // it. Included inside the namespace of one instruction set, after window_entries.h.
 
-constexpr int64_t kLeadBytes = 2048;  // how far ahead a stream of the base asks for its lines
+// How far ahead a stream of the base asks for its lines, whether into L1, and whether the pages of
+// the next base are touched first.
+constexpr int64_t kLeadBytes = kIntel ? 1024 : 2048;
+constexpr bool kTouchesPages = !kIntel;
+GDN_INLINE void prefetch_base(const void* p) { kIntel ? prefetch(p) : prefetch_l2(p); }
 constexpr int64_t kPageBytes = 4096;
 // Registers of a line that the fold holds, of four lines.
 #if GDN_SIMD_AVX512 || GDN_SIMD_NEON
@@ -27,7 +31,7 @@ GDN_INLINE void product_rows(const T* S, int64_t pitch, int64_t K, const KeyQuer
         const F s = load_lanes(S + r * pitch + i, lanes);
         sums.k[r] = fma(s, kv, sums.k[r]);
         sums.q[r] = fma(s, qv, sums.q[r]);
-        if (fetch && i * sizeof(T) % 64 == 0) prefetch_l2(fetch + r * pitch + i);
+        if (fetch && i * sizeof(T) % 64 == 0) prefetch_base(fetch + r * pitch + i);
       });
     });
     float out[2][4];
@@ -178,8 +182,9 @@ static void prepare_fold(const Window& w, int64_t row, int64_t h, int64_t first,
 //
 // Rows are taken from four streams, a quarter of the base apart: what limits a thread that only
 // reads is the latency of its misses, those in the page tables above all, and those of separate
-// streams overlap. Each stream asks for its lines a little ahead; one line of every page of the
-// next base is asked for at once, so that the walks overlap too (docs/tried/windows.md).
+// streams overlap. Each stream asks for its lines a little ahead; but on Intel one line of every
+// page of the next base is asked for at once, so that the walks overlap too
+// (docs/tried/windows.md).
 template <class T>
 static void base_products(const StatePool& pool, T* S, int64_t rows, int64_t K, const Fold* fold,
                           const KeyQuery* x, int64_t tokens, float* P, float* Q, int64_t ld,
@@ -189,7 +194,9 @@ static void base_products(const StatePool& pool, T* S, int64_t rows, int64_t K, 
     const int64_t row_bytes = K * sizeof(T);
     const int64_t lead = row_bytes < kLeadBytes ? kLeadBytes / row_bytes : 1;
     const int64_t page = row_bytes < kPageBytes ? kPageBytes / row_bytes : 1;
-    for (int64_t r = 0; next && tokens > 0 && r < rows; r += page) prefetch_l2(next + r * pool.s_v);
+    if (kTouchesPages && next && tokens > 0) {
+      for (int64_t r = 0; r < rows; r += page) prefetch_l2(next + r * pool.s_v);
+    }
     for (int64_t r = 0; r < length; ++r) {
       T* block = S + r * pool.s_v;
       if (fold) {

@@ -78,6 +78,7 @@ struct WindowPieces {
 // --- what will be read next: asked for while something else is computed
 
 constexpr int64_t kPieceBytes = 512;  // what one request covers
+constexpr bool kAsksTwice = !kIntel;  // two tasks ahead too, where no base is read
 
 // Where the live entries of a task lie, in pieces: bytes from the keys of its key head (pool 0) or
 // from the updates of its first value head (pool 1). Key head and value heads take turns, each in
@@ -196,7 +197,7 @@ struct TwoRequests {
 // The tasks [begin, end) of a thread seen from each in turn. While one is computed, the entries of
 // the task after next are asked for, and once more those of the next: a request that finds the
 // core's queues full is dropped. That is also why they are spread over a task. Where a base is
-// read, the entries are few beside it and are asked for once.
+// read, the entries are few beside it and are asked for once, as all are on Intel.
 class Ahead {
  public:
   Ahead(const RecurrentArgs& a, const WindowPieces& pieces, int64_t begin, int64_t end)
@@ -220,7 +221,8 @@ class Ahead {
   }
   const void* state() const { return next_.state; }
   TwoRequests requests(int64_t parts) const {
-    return {Requests(next_, parts), a_.state.ptr ? Requests() : Requests(second_, parts)};
+    return {Requests(next_, parts),
+            a_.state.ptr || !kAsksTwice ? Requests() : Requests(second_, parts)};
   }
 
  private:
