@@ -2,14 +2,38 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import multiprocessing
 import os
+import platform
 import queue
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+
+import torch
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Those that both scripts have."""
+    parser.add_argument("--seed", type=int, default=0, help="the first (0)")
+    parser.add_argument("--jobs", type=int, default=1, help="processes (1)")
+    parser.add_argument("--levels", nargs="*", default=[], help="instruction sets (the best)")
+    parser.add_argument("--json", type=Path, help="where to keep the result")
+
+
+def head(args: argparse.Namespace) -> dict:
+    """What a report begins with: what ran, where, and since when."""
+    return {
+        "torch": torch.__version__,
+        "machine": platform.machine(),
+        "begun": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "seed": args.seed,
+        "jobs": args.jobs,
+    }
 
 
 @dataclass

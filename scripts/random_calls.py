@@ -9,40 +9,31 @@ process down, is printed with the command that repeats it.
 from __future__ import annotations
 
 import argparse
-import platform
 import sys
 import time
 import traceback
 from collections import Counter
-from datetime import datetime, timezone
 from pathlib import Path
 
 import torch
-from jobs import Jobs, save
+from jobs import Jobs, add_arguments, head, save
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 from calls import OPS, Call, Refused
 
 import gdn_ops
+from gdn_ops.cli._arguments import DEVICES, device
+from gdn_ops.cli._output import UsageError
 
-DEVICES = ("cpu", "xpu-twin", "cuda")
 GRACE = 120  # seconds after its time that a process may take for its last seed
 
 
-def device_of(name: str) -> torch.device | None:
-    if name == "xpu-twin":
-        from gdn_ops import xpu_twin
-
-        return xpu_twin.device()
-    return None if name == "cpu" else torch.device(name)
-
-
-def run(op: str, seed: int, device: torch.device | None) -> dict:
+def run(op: str, seed: int, where: torch.device | None) -> dict:
     """One call, and how it went."""
     result = {"op": op, "seed": seed, "level": gdn_ops.backends()["cpu"]["active"]}
     try:
-        result["worst"] = Call(op, seed).check(device)
+        result["worst"] = Call(op, seed).check(where)
     except Refused as why:
         result["refused"] = str(why)
     except Exception:
@@ -52,12 +43,12 @@ def run(op: str, seed: int, device: torch.device | None) -> dict:
 
 def work(j: int, stop, results, args: argparse.Namespace) -> None:
     """A process: seeds until its time is over, at least one."""
-    device = device_of(args.device)
+    where = None if args.device == "cpu" else device(args.device)
     end = time.monotonic() + args.seconds
     for seed in range(args.seed + j, sys.maxsize, args.jobs):
         for op in args.ops:
             results.put({"begins": (op, seed)})
-            results.put(result := run(op, seed, device))
+            results.put(result := run(op, seed, where))
             if "error" in result and args.device == "cuda":
                 torch.cuda.synchronize()  # after a fault of memory nothing works: end here
         if stop.is_set() or time.monotonic() >= end:
@@ -70,19 +61,15 @@ def main() -> int:
     )
     parser.add_argument("--device", choices=DEVICES, default="cpu", help="where they run (cpu)")
     parser.add_argument("--seconds", type=float, default=60, help="stop after these (60)")
-    parser.add_argument("--seed", type=int, default=0, help="the first (0)")
     parser.add_argument("--ops", nargs="+", choices=OPS, default=list(OPS), metavar="OP")
-    parser.add_argument("--jobs", type=int, default=1, help="processes (1)")
-    parser.add_argument("--levels", nargs="*", default=[], help="instruction sets (the best)")
-    parser.add_argument("--json", type=Path, help="where to keep the result")
+    add_arguments(parser)
     args = parser.parse_args()
-    report = {
-        "torch": torch.__version__,
-        "machine": platform.machine(),
+    try:
+        device(args.device)
+    except UsageError as error:
+        parser.error(str(error))
+    report = head(args) | {
         "device": args.device,
-        "begun": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "seed": args.seed,
-        "jobs": args.jobs,
         "calls": Counter(),
         "refused": Counter(),
         "reasons": Counter(),

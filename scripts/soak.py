@@ -18,11 +18,10 @@ import sys
 import time
 import traceback
 from collections import Counter
-from datetime import datetime, timezone
 from pathlib import Path
 
 import torch
-from jobs import Jobs, save
+from jobs import Jobs, add_arguments, head, save
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
@@ -67,18 +66,10 @@ def main() -> int:
     parser.add_argument("steps", type=int, nargs="?", default=1_000_000)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after these")
     parser.add_argument("--life", type=int, default=200, help="steps of one life (200)")
-    parser.add_argument("--seed", type=int, default=0, help="of the first life (0)")
-    parser.add_argument("--jobs", type=int, default=1, help="processes (1)")
-    parser.add_argument("--levels", nargs="*", default=[], help="instruction sets (the best)")
-    parser.add_argument("--json", type=Path, help="where to keep the result")
+    add_arguments(parser)
     args = parser.parse_args()
-    report = {
-        "torch": torch.__version__,
+    report = head(args) | {
         "python": platform.python_version(),
-        "machine": platform.machine(),
-        "begun": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "seed": args.seed,
-        "jobs": args.jobs,
         "lives": 0,
         "calls": 0,
         "total": 0,
