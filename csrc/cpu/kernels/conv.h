@@ -264,7 +264,7 @@ static void short_conv_block(const ConvArgs& a, int64_t index, int64_t c, int64_
                 });
 }
 
-#if GDN_CONV_PAIRS
+#if GDN_SIMD_AVX512BF16
 // Channels [c, c + n) of two sequences side by side: their misses overlap, and the taps serve both.
 // y_of(i, seq): where the outputs of sequence i go. False, and nothing done, where they are not two
 // updates in pairs of words.
@@ -342,7 +342,7 @@ static void short_conv(const ConvArgs& a, const Parallel& threads) {
       [&](int64_t block, Taps& taps) { load_taps(a, block * width, channels(block), taps); },
       [&](int64_t n, int64_t m, int64_t block, const Taps& taps) {
         const int64_t c = block * width, count = channels(block);
-#if GDN_CONV_PAIRS
+#if GDN_SIMD_AVX512BF16
         auto y_of = [&](int, const Sequence& seq) {
           return output_row<bf16_t>(a, seq, seq.start, c);
         };

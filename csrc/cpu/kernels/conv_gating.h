@@ -58,7 +58,7 @@ static void conv_gating(const ConvGatingArgs& a, const Parallel& parallel) {
                     store_row(*b.out, seq.b, t, b.head + (c - b.channel) / b.dim, 0, n_row, y);
                   });
   };
-#if GDN_CONV_PAIRS
+#if GDN_SIMD_AVX512BF16
   auto two = [&](int64_t n, int64_t m, const Block& b, const Taps& taps) {
     const int64_t channels = b.heads * b.dim;
     if (b.out->dtype != DType::bf16 || b.dim % kLanes != 0) return false;
@@ -92,7 +92,7 @@ static void conv_gating(const ConvGatingArgs& a, const Parallel& parallel) {
       },
       [&](int64_t n, int64_t m, int64_t i, const Taps& taps) {
         const Block b = block_of(i);
-#if GDN_CONV_PAIRS
+#if GDN_SIMD_AVX512BF16
         if (m >= 0 && two(n, m, b, taps)) return;
 #endif
         step(n, b, taps);

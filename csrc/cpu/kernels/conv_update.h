@@ -4,17 +4,11 @@
 constexpr int64_t kConvBlock = 512;  // channels a task
 static_assert(kConvBlock >= kMaxHeadDim, "a head is one block");
 
-// An update in bfloat16 by products of pairs where the processor makes one a cycle: AVX512-BF16
-// without AMX is AMD's.
-#if GDN_SIMD_AVX512BF16 && !GDN_SIMD_AMX
-#define GDN_CONV_PAIRS 1
-#endif
-
 // Taps of a block of channels, time order: w[tap][channel], zero past the block.
 struct alignas(64) Taps {
   float w[kMaxConvWidth][kConvBlock];
   float bias[kConvBlock];
-#if GDN_CONV_PAIRS
+#if GDN_SIMD_AVX512BF16
   uint32_t pairs[2][kConvBlock];  // of four in bfloat16; the older of two in the upper half
 #endif
 };
@@ -62,10 +56,13 @@ static void store_columns(const float* src, int64_t src_stride, int64_t columns,
   }
 }
 
-#if GDN_CONV_PAIRS
+#if GDN_SIMD_AVX512BF16
 constexpr int kPairChannels = 2 * kLanes;  // the words of a register
 
 static bool has_pairs(const ConvArgs& a) {
+  // On Intel, where the instruction takes four times as long, they pay for what they save in moving
+  // words about: nothing where the words of a column already lie together.
+  if (kIntel && a.state.s_c == 1) return false;
   return a.W == 4 && a.weight.dtype == DType::bf16 && a.weight.s0 == 4 && a.weight.s1 == 1;
 }
 // Words `lower` and `upper` of the 64 in two registers side by side.
@@ -108,7 +105,7 @@ static void load_taps(const ConvArgs& a, int64_t c0, int64_t n, Taps& taps) {
   } else {
     std::memset(taps.bias, 0, sizeof(float) * padded(n));
   }
-#if GDN_CONV_PAIRS
+#if GDN_SIMD_AVX512BF16
   if (has_pairs(a)) load_pairs(a, c0, n, taps);
 #endif
 }
@@ -211,7 +208,7 @@ GDN_INLINE void conv_update_vectors(const ConvArgs& a, const float* bias, const 
   }
 }
 
-#if GDN_CONV_PAIRS
+#if GDN_SIMD_AVX512BF16
 // Sums of 32 channels. A word stays a word, from the old columns to the new. Of a pair the
 // instruction adds the upper product first, and here that is the older one: the sums have the bits
 // of four multiply-adds (where none of them is subnormal, which the instruction takes as zero).
@@ -309,7 +306,7 @@ static void conv_update(const ConvArgs& a, const Taps& taps, int64_t c_taps, int
   // them less is 1 to 4 % of the time at 256 sequences.
   const int64_t s_bias = a.bias.ptr ? 1 : 0;
   int64_t i = 0;
-#if GDN_CONV_PAIRS
+#if GDN_SIMD_AVX512BF16
   if constexpr (layout != ConvLayout::strided && std::is_same_v<ST, bf16_t> &&
                 std::is_same_v<XT, bf16_t>) {
     auto pairs = [&](auto registers) {

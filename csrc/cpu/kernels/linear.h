@@ -142,47 +142,19 @@ static void linear_vectors(const LinearArgs& a, int64_t first, const Parallel& p
 constexpr int64_t kLinearSteps = 8;
 constexpr int64_t kTiledRows = 32;  // of x
 
-// Words [r][c] become words [c][r].
-GDN_INLINE void transpose16(F* x) {
-  F y[16];
-  unrolled<8>(GDN_EACH(i) {
-    y[2 * i] = _mm512_unpacklo_ps(x[2 * i], x[2 * i + 1]);
-    y[2 * i + 1] = _mm512_unpackhi_ps(x[2 * i], x[2 * i + 1]);
-  });
-  unrolled<4>(GDN_EACH(i) {
-    const __m512d* p = reinterpret_cast<const __m512d*>(y) + 4 * i;
-    x[4 * i] = (F)_mm512_unpacklo_pd(p[0], p[2]);
-    x[4 * i + 1] = (F)_mm512_unpackhi_pd(p[0], p[2]);
-    x[4 * i + 2] = (F)_mm512_unpacklo_pd(p[1], p[3]);
-    x[4 * i + 3] = (F)_mm512_unpackhi_pd(p[1], p[3]);
-  });
-  unrolled<4>(GDN_EACH(i) {
-    y[i] = _mm512_shuffle_f32x4(x[i], x[4 + i], 0x88);
-    y[4 + i] = _mm512_shuffle_f32x4(x[i], x[4 + i], 0xdd);
-    y[8 + i] = _mm512_shuffle_f32x4(x[8 + i], x[12 + i], 0x88);
-    y[12 + i] = _mm512_shuffle_f32x4(x[8 + i], x[12 + i], 0xdd);
-  });
-  unrolled<4>(GDN_EACH(i) {
-    x[i] = _mm512_shuffle_f32x4(y[i], y[8 + i], 0x88);
-    x[4 + i] = _mm512_shuffle_f32x4(y[4 + i], y[12 + i], 0x88);
-    x[8 + i] = _mm512_shuffle_f32x4(y[i], y[8 + i], 0xdd);
-    x[12 + i] = _mm512_shuffle_f32x4(y[4 + i], y[12 + i], 0xdd);
-  });
-}
-
 // x as the right operand: [tile of 16 rows][K / 2] words of the 16 rows, those past M zero. One row
 // is that as it lies.
 static void linear_pairs(const LinearArgs& a, float* to) {
   const bf16_t* x = static_cast<const bf16_t*>(a.x);
   for (int64_t m = 0; m < a.M; m += 16) {
     for (int64_t k = 0; k < a.K; k += kTileDepth, to += 256) {
-      F words[16];
+      __m512i words[16];
       unrolled<16>(GDN_EACH(i) {
-        words[i] = zero();
-        if (m + i < a.M) words[i] = load(reinterpret_cast<const float*>(x + (m + i) * a.s_x + k));
+        words[i] = _mm512_setzero_si512();
+        if (m + i < a.M) words[i] = _mm512_loadu_si512(x + (m + i) * a.s_x + k);
       });
-      transpose16(words);
-      unrolled<16>(GDN_EACH(i) { store(to + 16 * i, words[i]); });
+      transpose_words(words);
+      unrolled<16>(GDN_EACH(i) { _mm512_storeu_si512(to + 16 * i, words[i]); });
     }
   }
 }
@@ -247,11 +219,11 @@ static void linear_tiles(const LinearArgs& a, const Parallel& parallel) {
         continue;
       }
       for (int64_t m = 0; m < a.M; m += 16) {
-        F rows[16];
-        unrolled<16>(GDN_EACH(i) { rows[i] = load(out + 16 * (m + i)); });
-        transpose16(rows);
+        __m512i rows[16];
+        unrolled<16>(GDN_EACH(i) { rows[i] = _mm512_load_si512(out + 16 * (m + i)); });
+        transpose_words(rows);
         unrolled<16>(GDN_EACH(i) {
-          if (m + i < a.M) store(y + (m + i) * a.N + n, rows[i]);
+          if (m + i < a.M) store(y + (m + i) * a.N + n, (F)rows[i]);
         });
       }
     }

@@ -99,6 +99,31 @@ constexpr bool kTiled<bf16_t> = true;
 template <>
 constexpr bool kTiled<f16_t> = true;
 
+// Words of 32 bits: lane c of x[r] becomes lane r of x[c].
+GDN_INLINE void transpose_words(__m512i (&x)[16]) {
+  __m512i y[16];
+  unrolled<8>(GDN_EACH(i) {
+    y[2 * i] = _mm512_unpacklo_epi32(x[2 * i], x[2 * i + 1]);
+    y[2 * i + 1] = _mm512_unpackhi_epi32(x[2 * i], x[2 * i + 1]);
+  });
+  unrolled<4>(GDN_EACH(i) {
+    x[4 * i] = _mm512_unpacklo_epi64(y[4 * i], y[4 * i + 2]);
+    x[4 * i + 1] = _mm512_unpackhi_epi64(y[4 * i], y[4 * i + 2]);
+    x[4 * i + 2] = _mm512_unpacklo_epi64(y[4 * i + 1], y[4 * i + 3]);
+    x[4 * i + 3] = _mm512_unpackhi_epi64(y[4 * i + 1], y[4 * i + 3]);
+  });
+  unrolled<4>(GDN_EACH(i) {
+    y[i] = _mm512_shuffle_i32x4(x[i], x[4 + i], 0x88);
+    y[4 + i] = _mm512_shuffle_i32x4(x[i], x[4 + i], 0xdd);
+    y[8 + i] = _mm512_shuffle_i32x4(x[8 + i], x[12 + i], 0x88);
+    y[12 + i] = _mm512_shuffle_i32x4(x[8 + i], x[12 + i], 0xdd);
+  });
+  unrolled<8>(GDN_EACH(i) {
+    x[i] = _mm512_shuffle_i32x4(y[i], y[8 + i], 0x88);
+    x[8 + i] = _mm512_shuffle_i32x4(y[i], y[8 + i], 0xdd);
+  });
+}
+
 // The thread's tile registers: 16 rows of 64 bytes, but for the right operands 6 and 7 and the
 // results 0 and 1, which may have fewer columns. Given back at the end: a processor with live tiles
 // neither sleeps deeply nor switches threads cheaply.
