@@ -83,9 +83,9 @@ class Windowed(NamedTuple):
     def error(self, o: Tensor, want: Tensor) -> float:
         return scaled_error(o[self.rows_checked], want, *TOLERANCE[o.dtype])
 
-    def make_windows(self, dtype: torch.dtype, full: bool, seed: int) -> list[windows.Window]:
-        """One for each pool; they start at every fill level in turn, or full."""
-        B, R, T = self.x.rows.shape[0], self.R, self.T
+    def make_windows(self, full: bool, seed: int) -> list[windows.Window]:
+        """One for each pool, of its dtype; they start at every fill level in turn, or full."""
+        B, R, T, dtype = self.x.rows.shape[0], self.R, self.T, self.pools[0].dtype
         H, HV = self.x.q.shape[2], self.x.v.shape[2]
         gen = generator(seed)
         result = []
@@ -122,8 +122,8 @@ def full_state(c: Windowed) -> Candidate:
 def buffered(c: Windowed, seed: int) -> Candidate:
     op = torch.ops.gdn.recurrent_buffered.default
     tokens, accepted, rows = c.tokens, c.accepted, c.x.rows
-    B, dtype = rows.shape[0], c.pools[0].dtype
-    pending = c.make_windows(dtype, False, seed)
+    B = rows.shape[0]
+    pending = c.make_windows(False, seed)
 
     def call(i: int) -> Tensor:
         base = c.pools[i][:B]
@@ -135,13 +135,13 @@ def buffered(c: Windowed, seed: int) -> Candidate:
         want, *_ = reference.recurrent_buffered(*c.some(tokens), base, *window, qk_l2norm=True)
         return c.error(call(0), want)
 
-    return _candidate(f"recurrent_buffered R={c.R}", call, check, c, dtype)
+    return _candidate(f"recurrent_buffered R={c.R}", call, check, c, c.pools[0].dtype)
 
 
 def lowrank(c: Windowed, seed: int) -> Candidate:
     op = torch.ops.gdn.recurrent_lowrank.default
     tokens, rows = c.tokens, c.x.rows
-    ring = c.make_windows(torch.float32, True, seed)
+    ring = c.make_windows(True, seed)
 
     def call(i: int) -> Tensor:
         return op(*tokens, *ring[i], rows, None, None, None, None, True)
@@ -160,9 +160,9 @@ def _candidate(
     c: Windowed,
     state: torch.dtype | None,
 ) -> Candidate:
-    """With the bytes of its own form; entries are in the dtype of the state, f32 without one."""
+    """With the bytes of its own form: a base of dtype `state`, or none."""
     B, H, HV = c.x.rows.shape[0], c.x.q.shape[2], c.x.v.shape[2]
-    entry = state or torch.float32
+    entry = c.pools[0].dtype
     moved = round(B * bytes_per_token(H, HV, state, c.R, entry, entry, c.T))
     fields = {"state_bytes": moved}
     return Candidate(name, call, check, bytes=moved + c.x.bytes, fields=fields)
@@ -181,7 +181,7 @@ def case_rows(
     x = Inputs(B, H, HV, torch.bfloat16, options.seed, T)
     c = Windowed(x, pools, R, T, sorted({0, B // 2, B - 1}))
     candidates = [full_state(c), buffered(c, options.seed)]
-    if T == 1 and dtype == torch.float32:
+    if T == 1:
         candidates.append(lowrank(c, options.seed))
     case = {
         "family": "windows", "op": "decode" if T == 1 else "speculative", "heads": f"{H}/{HV}",
