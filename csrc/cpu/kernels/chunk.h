@@ -92,6 +92,11 @@ static void strip_segment(const ChunkArgs& x, const ChunkKeys& s, const ChunkHea
   using Products = ChunkProducts<T, form>;
   auto error = [&](int64_t i, int valid, auto& acc) __attribute__((always_inline)) {
     constexpr int R = sizeof(acc) / sizeof(acc[0]);
+    // On Intel the rows of v reach L1 while the products with the state are formed.
+    for (int r = 0; kIntel && direct && r < valid; ++r) {
+      const T* row = element<T>(x.v, b, t0 + first + i + r, hv) + column;
+      for (int64_t e = 0; e < kStrip; e += 64 / sizeof(T)) prefetch(row + e);
+    }
     Products::template state_rows<R>(s, h, true, first + i, depth, S, acc);
     for (int r = 0; r < valid; ++r) {
       alignas(64) float buffer[kStrip];
