@@ -7,7 +7,7 @@
 // Rows of x, by DType, up to which this beat torch's product (docs/cpu.md). AVX512-BF16 without AMX
 // is AMD's, where torch's float32 product is slow.
 #if GDN_SIMD_AMX
-#define GDN_LINEAR_LIMIT {8, 32, 8}
+#define GDN_LINEAR_LIMIT {32, 32, 16}
 #elif GDN_SIMD_AVX512BF16
 #define GDN_LINEAR_LIMIT {64, 32, 8}
 #else
