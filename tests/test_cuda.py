@@ -550,7 +550,7 @@ def test_buffered_many_blocks(op, T, R, state_dtype, dtype, win_dtype):
         index = torch.randperm(P, generator=r)[:B]
         index[torch.rand(B, generator=r) < 0.1] = -1
         fresh = torch.rand(B, generator=r) > 0.05
-        kept = torch.randint(0 if step else T, T + 1, (B,), generator=r)
+        kept = torch.randint(0 if step and T > 1 else T, T + 1, (B,), generator=r)
         index, fresh, kept = gpu(index, fresh, kept)
         captured = step == R // T
         if captured:
