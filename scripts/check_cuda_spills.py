@@ -22,7 +22,7 @@ KERNELS = Path(__file__).resolve().parent.parent / "csrc/cuda/kernels"
 # Sources, and which of their kernels must keep everything in registers: K = 128, the one-kernel
 # form of a window and the tiles of `recurrent` whose rows are aligned.
 WATCHED = {
-    "buffered_usual_*.cu": re.compile(r"buffered_rows<[\w, ]*, 128, 128, \d, \d, true>"),
+    "buffered_usual_*.cu": re.compile(r"buffered_rows<[\w, ]*, 128, 128, \d, \d, true, \w+>"),
     "recurrent_[bf]*.cu": re.compile(r"recurrent_rows<\w+, \w+, 128, [\d, ]*, true>"),
 }
 ENTRY = re.compile(

@@ -507,6 +507,75 @@ def test_buffered_usual_dtypes(T, R, V, state_dtype, dtype, win_dtype):
     close("state", device, exact, worst, 3)
 
 
+def same_bytes(a, b):
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+@pytest.mark.parametrize("state_dtype,dtype,win_dtype", USUAL)
+@pytest.mark.parametrize("T,R", [(1, 6), (4, 16), (3, 40)])
+@pytest.mark.parametrize("op", ["buffered", "decode"])
+def test_buffered_many_blocks(op, T, R, state_dtype, dtype, win_dtype):
+    """Calls large enough to be ordered by a kernel before them: the bytes of the same sequences in
+    small calls, with padding, fresh sequences and drafts, so that folds come at any time; then the
+    same step captured and replayed."""
+    B, H, HV, K, P, part = 120, 4, 12, 128, 130, 40
+    r = torch.Generator().manual_seed(R)
+    base = pool(P, HV, 128, K, state_dtype).cuda()
+    conv = torch.randn(P, 3 + T - 1, 2 * H * K + HV * 128, generator=r).to(dtype).cuda()
+    many, few = (
+        (conv.clone().transpose(1, 2), base.clone(),
+         *window(P, H, HV, R, K, 128, win_dtype, win_dtype))
+        for _ in range(2)
+    )  # fmt: skip
+
+    def call(pools, args, index, fresh, kept):
+        more = {"num_accepted": kept} if T > 1 else {}
+        if op == "buffered":
+            return ops.recurrent_buffered(*args, *pools[1:], index, fresh, qk_l2norm=True, **more)
+        if T > 1:
+            more["conv_leading"] = True
+        return ops.decode_buffered(*args.values(), *pools, H, K, index, fresh, **more)
+
+    def cut(args, n):
+        if op == "buffered":
+            return [x[n : n + part] for x in args]
+        return {**args, "projected": args["projected"][n : n + part]}
+
+    for step in range(2 * R // T + 3):
+        if op == "buffered":
+            args = gpu(*inputs(B, T, H, HV, K, 128, dtype, seed=step))
+        else:
+            args = layer(B, T, H, HV, K, 128, dtype, seed=step)
+            args = {k: x if x is None else x.cuda() for k, x in args.items()}
+        index = torch.randperm(P, generator=r)[:B]
+        index[torch.rand(B, generator=r) < 0.1] = -1
+        fresh = torch.rand(B, generator=r) > 0.05
+        kept = torch.randint(0 if step and T > 1 else T, T + 1, (B,), generator=r)
+        index, fresh, kept = gpu(index, fresh, kept)
+        captured = step == R // T
+        if captured:
+            before = [x.clone() for x in many]
+        o = call(many, args, index, fresh, kept)
+        pieces = [
+            call(few, cut(args, n), *[x[n : n + part] for x in (index, fresh, kept)])
+            for n in range(0, B, part)
+        ]
+        assert same_bytes(o, torch.cat(pieces)), step
+        assert (o[(index < 0) | (kept < 1)] == 0).all()
+        for a, b in zip(many, few, strict=True):
+            assert same_bytes(a, b), step
+        if captured:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                again = call(many, args, index, fresh, kept)
+            for x, old in zip(many, before, strict=True):
+                x.copy_(old)
+            graph.replay()
+            assert same_bytes(o, again)
+            for a, b in zip(many, few, strict=True):
+                assert same_bytes(a, b), "captured"
+
+
 @pytest.mark.parametrize("state_dtype", DTYPES)
 def test_a_cleared_window_forgets_what_was_not_finite(state_dtype):
     B, H, HV, R = 2, 2, 4, 8

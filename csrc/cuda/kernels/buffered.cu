@@ -14,6 +14,46 @@ __global__ void __launch_bounds__(128) reset_fill(const __grid_constant__ Recurr
   if (row >= 0 && row < a.window.P) a.window.fill[row * a.window.s_fill] = 0;
 }
 
+// A thread a sequence.
+__global__ void __launch_bounds__(kOrderGroup)
+    write_order(const __grid_constant__ RecurrentArgs a, uint4* order, int64_t first, int64_t count,
+                bool early) {
+  __shared__ int folding[32];            // sequences of each warp
+  __shared__ uint4 sorted[kOrderGroup];  // those that fold, then the others
+  let_next_kernel_start();
+  const int i = threadIdx.x, warp = i >> 5, lane = i & 31;
+  const int64_t group = int64_t{blockIdx.x} * kOrderGroup, n = first + group + i;
+  const int here = count - group < kOrderGroup ? static_cast<int>(count - group) : kOrderGroup;
+  if (!early) wait_for_previous_kernel();
+  WindowPlan plan;
+  bool fold = false;
+  if (i < here) {
+    plan = plan_window<false>(a, n, false);
+    fold = plan.fold;
+    if (plan.row >= 0 && !fold) {
+      a.window.fill[plan.row * a.window.s_fill] =
+          pack_fill({plan.pending + plan.tokens, plan.tokens > 0 ? plan.tokens - 1 : 0, 0});
+    }
+  }
+  const unsigned folds = __ballot_sync(kFullMask, fold);
+  if (lane == 0) folding[warp] = __popc(folds);
+  __syncthreads();
+  const int others = lane < blockDim.x / 32 ? folding[lane] : 0;
+  const int all = lane_sum(others);
+  const int before = lane_sum(lane < warp ? others : 0) + __popc(folds & ((1u << lane) - 1));
+  if (i < here) sorted[fold ? before : all + i - before] = pack_order(plan, n);
+  __syncthreads();
+  if (i < here) {
+    // One that folds stands where places * all / room steps up.
+    const int tail = kOrderTail < here * 3 / 4 ? kOrderTail : here * 3 / 4;
+    const int room = here - tail > all ? here - tail : all;
+    const int from = i < room ? i * all / room : all, to = i < room ? (i + 1) * all / room : all;
+    order[first + group + i] = sorted[to > from ? from : all + i - from];
+  }
+  // Who waits for this kernel waits for those before it.
+  if (early) wait_for_previous_kernel();
+}
+
 bool vector_window(const Window& w) {
   const int64_t e = 16 / size_of(w.k_dtype);
   return aligned(w.k, 16) && w.sk_p % e == 0 && w.sk_h % e == 0 && w.sk_r % e == 0;
@@ -36,6 +76,13 @@ bool vectors_can(const RecurrentArgs& a) {
 }
 
 }  // namespace
+
+cudaError_t order_windows(const RecurrentArgs& a, uint4* order, int64_t first, int64_t count,
+                          bool early, cudaStream_t stream) {
+  const int64_t threads = count < kOrderGroup ? (count + 31) / 32 * 32 : kOrderGroup;
+  return launch(write_order, dim3(static_cast<unsigned>((count + kOrderGroup - 1) / kOrderGroup)),
+                dim3(static_cast<unsigned>(threads)), 0, stream, a, order, first, count, early);
+}
 
 size_t window_workspace(const RecurrentArgs& a) {
   if (!a.state.ptr || !vectors_can(a)) return 0;

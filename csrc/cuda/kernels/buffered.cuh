@@ -16,7 +16,8 @@
 // and whose slots the new ones take, it copies them to the workspace.
 //
 // Where the dtypes are the usual ones and a sequence has few tokens the rows' blocks do without it
-// (ALONE): inner.cuh has what they share then.
+// (ALONE): inner.cuh has what they share then. Where there are many of those, a small kernel before
+// them reads the counts for all (PLANNED, order.cuh).
 #pragma once
 
 #include <type_traits>
@@ -27,6 +28,7 @@
 #include "kernels.h"
 #include "mma.cuh"
 #include "norm.cuh"
+#include "order.cuh"
 #include "updates.cuh"
 #include "window.cuh"
 
@@ -42,8 +44,9 @@ struct BufferedGrid {
   int64_t first = 0;  // sequence of blockIdx.y == 0
   FastDiv row_blocks, ratio;
   bool flush = false;
-  unsigned wave = 0;  // blocks that may start before the kernel before is done
-  int blocks = 0;     // alone: of a sequence
+  unsigned wave = 0;             // blocks that may start before the kernel before is done
+  int blocks = 0;                // alone: of a sequence
+  const uint4* order = nullptr;  // planned: [sequences], what each blockIdx.y does
   NormTail norm;
 };
 
@@ -80,8 +83,9 @@ struct BufferedShared {
 
 // A block of buffered_rows: VB rows of one value head of one sequence, a thread each, and the steps
 // of a call in the order in which the kernel takes them.
-template <class ST, class AT, class KT, class UT, int K, int VB, int TG, bool ALONE>
+template <class ST, class AT, class KT, class UT, int K, int VB, int TG, bool ALONE, bool PLANNED>
 struct BufferedBlock {
+  static_assert(ALONE || !PLANNED, "prepare_window makes plans of its own");
   using Shared = BufferedShared<ST, AT, KT, K, VB, TG, ALONE>;
   using Columns = WindowColumns<ST, K, TG>;
   static constexpr int WARPS = VB / 32, NV = 2 * TG;
@@ -105,7 +109,7 @@ struct BufferedBlock {
   const int tid, warp, lane, group, quad;
   const unsigned hv;
   const int row0, h;
-  const int64_t n;
+  int64_t n;
   const int V, R, own_row, warp_row;
   const bool live;
   const bool first_wave;  // blocks that may start before the kernel before is done
@@ -219,10 +223,12 @@ struct BufferedBlock {
   }
 
   // What the call does with this sequence: false where that is nothing more. ALONE, the counts come
-  // later.
+  // later unless they are PLANNED.
   WindowRow held_by;
   __device__ __forceinline__ bool find_plan() {
-    if constexpr (ALONE) {
+    if constexpr (PLANNED) {
+      plan = unpack_order(grid.order[n], TG == 1 ? 1 : static_cast<int>(a.seqs.T), &n);
+    } else if constexpr (ALONE) {
       held_by = window_row<TG == 1>(a, n);
       held_by.start = 0;  // no packed sequences
       held_by.tokens = static_cast<int>(a.seqs.T);
@@ -321,9 +327,9 @@ struct BufferedBlock {
 
   // ALONE: asks for everything, and works out columns and weights while the base is on its way.
   //
-  // What is small is asked for before the counts are known: log decays and f32 keys of every slot,
-  // but only eight keys of 16 bits, as those behind them would often be read for nothing. The base
-  // comes last, as what is asked for after it arrives after it.
+  // Unless PLANNED, what is small is asked for before the counts are known: log decays and f32 keys
+  // of every slot, but only eight keys of 16 bits, as those behind them would often be read for
+  // nothing. The base comes last, as what is asked for after it arrives after it.
   __device__ __forceinline__ void weigh_alone() {
     KT* const keys = static_cast<KT*>(w.k) + plan.row * w.sk_p + h * w.sk_h;
     fold_keys = reinterpret_cast<const char*>(keys);
@@ -334,28 +340,31 @@ struct BufferedBlock {
     const int token = TG == 1 ? (warp + static_cast<int>(blockIdx.x)) % WARPS : warp;
     const bool counter = lane == 0 && token == (TG == 1 ? 1 : 0);
     unsigned word = 0;
-    if (counter) {
+    if (!PLANNED && counter) {
       // The lane is zero, which the compiler cannot know from here: for one address for all it
       // would pass the result round the warp, and wait for it at once.
       unsigned zero;
       asm volatile("mov.u32 %0, %%laneid;" : "=r"(zero));
       word = atomicAdd(reinterpret_cast<unsigned*>(w.fill + plan.row * w.s_fill + zero), 1u << 24);
     }
-    inner.ask_keys(keys, key_step, R, 0, 0);
-    if (!Inner::kStaged) inner.ask_keys(keys, key_step, R, 0, 1);
+    const int slots = PLANNED ? plan.pending : R;
+    inner.ask_keys(keys, key_step, slots, 0, 0);
+    if (PLANNED || !Inner::kStaged) inner.ask_keys(keys, key_step, slots, 0, 1);
     TokenWeights<ST, AT, KT, K, WARPS, TG> own_weights;
     inner.ask_tokens(a, b, plan.start, h, T);
     if (token < T) {
-      own_weights.ask_decays(w, plan, hv, lane);
+      own_weights.ask_decays(w, plan, hv, lane, slots);
       own_weights.ask_gates(a.gates, b, plan.start, hv, T, lane);
     }
-    if (counter) counts = word;
-    __syncthreads();
-    plan = plan_of(a, held_by, static_cast<int32_t>(counts), false);
+    if constexpr (!PLANNED) {
+      if (counter) counts = word;
+      __syncthreads();
+      plan = plan_of(a, held_by, static_cast<int32_t>(counts), false);
+    }
     count = plan.fold ? 0 : plan.pending;
     held = kUpdatesFirst ? plan.pending : count;  // the fold of a f32 base needs them too
     if constexpr (Inner::kStaged) {
-      inner.ask_keys(keys, key_step, plan.pending, 0, 1);
+      if (!PLANNED) inner.ask_keys(keys, key_step, plan.pending, 0, 1);
       for (int first = 16; first < plan.pending; first += 16) {
         inner.ask_keys(keys, key_step, plan.pending, first, 0);
         inner.ask_keys(keys, key_step, plan.pending, first, 1);
@@ -367,7 +376,8 @@ struct BufferedBlock {
     if (!plan.fresh) ask_base();
     commit_copies();
     // The last block to ask writes the counts; after a fold the last to have read what it folded.
-    if (tid == 0 && !plan.fold && (counts >> 24) + 1 == static_cast<unsigned>(grid.blocks)) {
+    if (!PLANNED && tid == 0 && !plan.fold &&
+        (counts >> 24) + 1 == static_cast<unsigned>(grid.blocks)) {
       w.fill[plan.row * w.s_fill] = pack_fill({count + T, T - 1, 0});
     }
     if (token < T) own_weights.weigh(fold, a, plan, token, lane);
@@ -905,7 +915,7 @@ struct BufferedBlock {
   __device__ __forceinline__ void append_after_fold() const {
     if (!plan.fold) return;
     __shared__ bool last;
-    if (tid == 0) last = arrive_last(a, plan, 2 * grid.blocks);
+    if (tid == 0) last = arrive_last(a, plan, PLANNED ? grid.blocks : 2 * grid.blocks);
     __syncthreads();
     if (last) {
       WindowPlan empty = plan;
@@ -917,13 +927,15 @@ struct BufferedBlock {
 
 // blockIdx.x = head * row_blocks + row block, blockIdx.y = sequence. VB rows, a thread each; TG
 // tokens are taken together. ST, AT, KT, UT: state, activations, keys and updates of the window.
-// ALONE: no prepare_window, and no norm; a sequence has at most TG tokens.
-template <class ST, class AT, class KT, class UT, int K, int VB, int TG, int MIN_BLOCKS, bool ALONE>
+// ALONE: no prepare_window, and no norm; a sequence has at most TG tokens. PLANNED: an order
+// before.
+template <class ST, class AT, class KT, class UT, int K, int VB, int TG, int MIN_BLOCKS, bool ALONE,
+          bool PLANNED>
 __global__ void __launch_bounds__(VB, MIN_BLOCKS)
     buffered_rows(const __grid_constant__ RecurrentArgs a,
                   const __grid_constant__ BufferedGrid grid,
                   const __grid_constant__ WindowWorkspace ws) {
-  using Block = BufferedBlock<ST, AT, KT, UT, K, VB, TG, ALONE>;
+  using Block = BufferedBlock<ST, AT, KT, UT, K, VB, TG, ALONE, PLANNED>;
   extern __shared__ __align__(128) unsigned char shared[];
   __shared__ float parts[TG][Block::WARPS];  // of a norm's sums
   Block block(a, grid, ws, shared);

@@ -32,11 +32,11 @@ WindowWorkspace workspace_of(const RecurrentArgs& a, void* memory) {
 }
 
 template <class ST, class AT, class KT, class UT, int K, int VB, int TG, int MIN_BLOCKS,
-          bool ALONE = false>
+          bool ALONE = false, bool PLANNED = false>
 cudaError_t launch_buffered_rows(const RecurrentArgs& a, const WindowCall& call,
                                  cudaStream_t stream) {
   const WindowWorkspace ws = workspace_of<ST, K, TG>(a, call.workspace);
-  const auto kernel = buffered_rows<ST, AT, KT, UT, K, VB, TG, MIN_BLOCKS, ALONE>;
+  const auto kernel = buffered_rows<ST, AT, KT, UT, K, VB, TG, MIN_BLOCKS, ALONE, PLANNED>;
   const int shared = BufferedShared<ST, AT, KT, K, VB, TG, ALONE>::bytes(ws.R);
   cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
@@ -60,6 +60,12 @@ cudaError_t launch_buffered_rows(const RecurrentArgs& a, const WindowCall& call,
                      stream, a, ws, grid.first, call.flush, call.early);
       if (error != cudaSuccess) break;
     }
+    if constexpr (PLANNED) {
+      uint4* const order = static_cast<uint4*>(call.workspace);
+      grid.order = order;
+      error = order_windows(a, order, grid.first, count, call.early, stream);
+      if (error != cudaSuccess) break;
+    }
     error = launch(kernel, dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(count)),
                    dim3(VB), shared, stream, a, grid, ws);
   }
@@ -73,13 +79,26 @@ inline bool stands_alone(const RecurrentArgs& a, int rows) {
          countable_blocks(2 * a.HV * ((a.V + rows - 1) / rows)) > 0;
 }
 
+template <class ST, class AT, class KT, class UT, int K, int BLOCKS, bool PLANNED>
+cudaError_t launch_tokens(const RecurrentArgs& a, const WindowCall& call, cudaStream_t stream) {
+  if (a.seqs.T == 1) {
+    return launch_buffered_rows<ST, AT, KT, UT, K, 128, 1, BLOCKS, true, PLANNED>(a, call, stream);
+  }
+  // Planned, a f32 window beside a base of 16 bits would spill registers here.
+  constexpr bool planned = PLANNED && (sizeof(ST) == 4 || sizeof(UT) == 2);
+  return launch_buffered_rows<ST, AT, KT, UT, K, 128, 4, BLOCKS, true, planned>(a, call, stream);
+}
+
 template <class ST, class AT, class KT, class UT, int K>
 cudaError_t launch_alone(const RecurrentArgs& a, const WindowCall& call, cudaStream_t stream) {
   // With less than 96 registers these spill, and a spilled value that was asked for is waited for.
   constexpr int blocks = sizeof(ST) == 4 ? 3 : 5;
-  return a.seqs.T == 1
-             ? launch_buffered_rows<ST, AT, KT, UT, K, 128, 1, blocks, true>(a, call, stream)
-             : launch_buffered_rows<ST, AT, KT, UT, K, 128, 4, blocks, true>(a, call, stream);
+  // What the order costs, a launch, is won back where blocks follow on others.
+  const int64_t all = a.seqs.N * a.HV * ((a.V + 127) / 128);
+  if (2 * all > 3 * blocks * multiprocessors()) {
+    return launch_tokens<ST, AT, KT, UT, K, blocks, true>(a, call, stream);
+  }
+  return launch_tokens<ST, AT, KT, UT, K, blocks, false>(a, call, stream);
 }
 
 template <class ST, class AT, class KT, class UT, int K>

@@ -285,11 +285,11 @@ struct TokenWeights {
   float own_g, beta;            // of token `lane`
 
   __device__ __forceinline__ void ask_decays(const Window& w, const WindowPlan& plan, int hv,
-                                             int lane) {
+                                             int lane, int count) {
     const float* const from = w.g + plan.row * w.sg_p + hv * w.sg_h;
-    const int step = static_cast<int>(w.sg_r), R = static_cast<int>(w.R);
-    g[0] = lane < R ? from[lane * step] : 0.f;
-    g[1] = lane + 32 < R ? from[(lane + 32) * step] : 0.f;
+    const int step = static_cast<int>(w.sg_r);
+    g[0] = lane < count ? from[lane * step] : 0.f;
+    g[1] = lane + 32 < count ? from[(lane + 32) * step] : 0.f;
   }
   __device__ __forceinline__ void ask_gates(const Gates& x, int64_t b, int64_t start, int hv,
                                             int count, int lane) {
