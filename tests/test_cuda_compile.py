@@ -138,11 +138,11 @@ def test_prefill_and_decode_are_captured(graphs):
 
 
 @torch.no_grad()
-def test_other_pools_are_captured_once_marked(graphs, monkeypatch):
+# What torch keeps on disk does not tell marked inputs from others.
+@torch._inductor.config.patch(force_disable_caches=True)
+def test_other_pools_are_captured_once_marked(graphs):
     """torch leaves a graph that writes any other input uncaptured, and right."""
     layer = make()
-    # What torch keeps on disk does not tell marked inputs from others.
-    monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
     pools = copy_of(layer.allocate(3))
     twin = copy_of(pools)
     compiled = torch.compile(layer.decode, fullgraph=True, mode=GRAPHS)
