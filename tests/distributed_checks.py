@@ -592,6 +592,6 @@ def rank_main(rank: int, world: int, store: str, results: str) -> None:
             # The other ranks may wait inside a collective; there is no way back into step.
             errors[name] = traceback.format_exc()
     torch.save(errors, f"{results}.{rank}")
-    # At once: after an error other ranks may wait for this one, and without one torch's threads have
-    # aborted a process that ended under load ("terminate called without an active exception").
+    # At once: after an error other ranks may wait for this one; without any, torch's threads have
+    # aborted a process that ended under load: "terminate called without an active exception".
     os._exit(0)
